@@ -1,0 +1,73 @@
+"""Every extension point. A plugin is a module (or object) with functions of these names, decorated with `hookimpl`.
+
+Hooks *find* things, once, when a process starts; what they return is called directly from then on. A function whose
+name starts with `lmcache_` and is not listed here stops the start, so that a misspelt hook is never silent.
+"""
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+from lmcache.core.policy import EvictionPolicy
+from lmcache.geometry.groups import GroupKind
+
+if TYPE_CHECKING:  # click is imported by `cli` only: a plugin module must stay cheap to import
+    import click
+
+    from lmcache.core.adapter import EngineAdapter
+
+PROJECT = "lmcache"
+"""The entry-point group in which distributions announce plugin modules."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a plugin's functions: `from lmcache.core.hookspecs import hookimpl`."""
+
+
+# ------------------------------------------------------------------------------------------------- at start, found once
+
+
+@hookspec
+def lmcache_register_eviction_policies() -> list[type[EvictionPolicy]]:  # type: ignore[empty-body]
+    """Policies to choose from with `--eviction-policy NAME`. Called once, before the server reads its other options.
+
+    Two plugins that return policies of one name (compared without case) stop the start; both are named.
+    """
+
+
+@hookspec
+def lmcache_register_engine_adapters() -> "list[type[EngineAdapter]]":  # type: ignore[empty-body]
+    """Engine adapters, for `lmcache plugins` and for tools that look one up by engine name.
+
+    Called once. The class must be importable without its engine: it names the module to load when the engine asks.
+    """
+
+
+@hookspec(firstresult=True)
+def lmcache_classify_kv_spec(engine: str, spec: object) -> GroupKind | None:
+    """The kind of one KV spec that `engine` reports, decided by its exact class; None = not mine, ask the next plugin.
+
+    Called once per spec in the engine's worker when it registers its KV caches. A spec that nobody classifies is
+    refused at start, naming layer and class: a wrong guess here would serve wrong tokens.
+    """
+
+
+# ------------------------------------------------------------------------------------------------------ the command line
+
+
+@hookspec
+def lmcache_register_commands(cli: "click.Group") -> None:
+    """Add commands to `lmcache` with `cli.add_command`. Called once per run of the command line."""
+
+
+# ------------------------------------------------------------------------------------- while running, off the hot path
+
+
+@hookspec
+def lmcache_server_started(address: str) -> None:
+    """The server answers at `address` (`host:port`). Called once, in the server's thread."""
+
+
+@hookspec
+def lmcache_server_stopping() -> None:
+    """The server got its stop signal and has answered its last request. Called once, in the server's thread."""

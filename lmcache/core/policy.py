@@ -1,0 +1,67 @@
+"""What an eviction policy is: an order among chunk nodes, and nothing else.
+
+The cache tells a policy what it keeps, uses and drops, and asks it who should go next. Pins, sizes, tenants, what is
+being written and that leaves go before trunks belong to `core/cache.py`: a poor policy wastes space, and can do no more.
+Runs in the server's one thread; every call must return quickly and without I/O.
+"""
+
+import abc
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Protocol
+
+
+class ChunkNode(Protocol):
+    """What a policy may know of a cached chunk. The same object comes back in every call, so it may key a dict."""
+
+    @property
+    def parent(self) -> "ChunkNode | None":
+        """The chunk before it in its prompt; None for a prompt's first chunk."""
+
+    @property
+    def depth(self) -> int:
+        """Chunks before it in its prompt."""
+
+    @property
+    def tenant(self) -> str:
+        """Who stored it, in clear; empty when the engine names nobody."""
+
+    @property
+    def cells(self) -> int:
+        """Arena cells that it takes now, over all groups and shards."""
+
+    policy_state: Any
+    """Free for the policy: whatever it wants to remember about this node. The cache never looks at it."""
+
+
+class EvictionPolicy(abc.ABC):
+    """Order among chunk nodes. Subclass it, set `name`, return the class from `lmcache_register_eviction_policies`.
+
+    `plugins.testing.EvictionPolicySuite` checks a policy against everything said here.
+    """
+
+    name: ClassVar[str]
+    """What users write after `--eviction-policy`; matched without regard to case."""
+
+    @abc.abstractmethod
+    def insert(self, node: ChunkNode) -> None:
+        """`node` is new to the cache. Called once per node, before any other call about it."""
+
+    @abc.abstractmethod
+    def touch(self, nodes: Sequence[ChunkNode]) -> None:
+        """`nodes` were used by one request, in this order: from the tail of its chain to the root.
+
+        Called once per request that stored or hit, with known nodes only. A chain's root comes last, so a policy
+        that goes by recency keeps roots longest.
+        """
+
+    @abc.abstractmethod
+    def remove(self, node: ChunkNode) -> None:
+        """`node` left the cache, by eviction or otherwise. Called once; the policy must forget it."""
+
+    @abc.abstractmethod
+    def victims(self) -> Iterator[ChunkNode]:
+        """Known nodes, the one to evict first coming first, each at most once.
+
+        Lazy: the cache takes as many as it needs (usually one), skips those that it may not evict, and calls
+        `remove` only after it has stopped iterating. A policy that yields nothing gets nothing evicted.
+        """

@@ -1,0 +1,275 @@
+"""The protocol between engines, commands and the server. This docstring is the protocol document.
+
+**Frames.** A message is one msgpack array `[tag, …fields]`; a request and its reply carry the same `id`, chosen by the
+client. Requests never refer to memory addresses, names of code or files, and nothing in them is executed.
+
+**Two transports, one protocol.** On TCP a ZeroMQ ROUTER answers `Hello`, `Ping` and `Status`: what needs no memory. The
+reply to `Hello` names a Unix stream socket (abstract: no file is left). There every message is preceded by its length
+(4 bytes, little endian, at most `MAX_FRAME`), the first reply carries the arena's memfd, and the connection *is* the
+client's liveness: when it ends, whatever the client had reserved is freed and its tickets are dropped.
+
+**Order.** On a Unix connection: `Register`, then anything. Replies come in the order of requests.
+
+**Store** (a worker, for one group): `Reserve` names chunks in chain order; the answer gives one `Placed` byte a chunk for
+the leading run that fits, and the cells of those granted. The worker copies, then sends `Commit` (or `Abort`). An object
+becomes readable when all its shards are committed. Cells of a reservation belong to the worker until it commits, aborts
+or its connection ends.
+
+**Load.** The scheduler sends `Lookup`; `Found` tells how many leading tokens every group and rank can serve and gives a
+ticket that pins them. Each worker sends `Open` for the cells, copies, then `Confirm`; only `Confirmed(held=True)` makes the
+load count. The ticket ends when every rank has confirmed, when the scheduler sends `Drop`, or with its connection.
+
+**Epoch.** The server's boot id, in `Welcome` and `Registered`. A ticket is good in its epoch only, so `Open` and
+`Confirm` carry it. A client that sees another epoch than the one it registered with registers again.
+
+**Errors.** Any request may be answered by `Error`: a code from `ErrorCode`, what went wrong, what to do. What cannot be
+decoded at all is answered with id 0 where the transport allows an answer, and the connection is closed.
+
+**Versions.** `Hello` and `Register` carry `PROTOCOL`. A server refuses any other, naming both.
+"""
+
+import enum
+from typing import Any, TypeVar
+
+import msgspec
+
+from lmcache.errors import ProtocolError
+from lmcache.geometry.groups import Geometry
+
+T = TypeVar("T")
+
+PROTOCOL = 1
+"""Raised with every change that an older peer would misread."""
+
+MAX_FRAME = 16 << 20
+"""Bytes of the largest message: room for a lookup of a million chunks."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages; `id` ties a reply to its request."""
+
+    id: int
+
+
+class ErrorCode(enum.StrEnum):
+    """Why a request was refused."""
+
+    VERSION = "version"
+    """The peer speaks another protocol version."""
+    MALFORMED = "malformed"
+    """Bytes or values that are no valid request."""
+    GEOMETRY = "geometry"
+    """The engine's groups cannot be served with this server's settings."""
+    UNREGISTERED = "unregistered"
+    """A request that needs a registered Unix connection."""
+    STALE = "stale"
+    """A ticket or reservation of another epoch, another client, or none."""
+    STOPPING = "stopping"
+    """The server is shutting down."""
+    INTERNAL = "internal"
+    """A fault of the server's own; it is logged there."""
+
+
+class Placed(enum.IntEnum):
+    """What `Reserve` did with one chunk."""
+
+    GRANTED = 0
+    """Cells were reserved; write them."""
+    PRESENT = 1
+    """This shard is already stored; nothing to write."""
+    BUSY = 2
+    """Another client is writing it; nothing to write."""
+
+
+class Role(enum.StrEnum):
+    """What a client does."""
+
+    SCHEDULER = "scheduler"
+    """Looks up and drops; gets no memory."""
+    WORKER = "worker"
+    """Stores and loads as one rank; gets the arena."""
+
+
+# --------------------------------------------------------------------------------------------------------- on either
+
+
+class Error(Message, frozen=True, array_like=True, tag=True):
+    code: str
+    message: str
+    remedy: str
+
+
+class Hello(Message, frozen=True, array_like=True, tag=True):
+    """The first message of anybody; answered with `Welcome`."""
+
+    protocol: int
+    version: str
+    """The sender's lmcache version, for messages."""
+
+
+class Welcome(Message, frozen=True, array_like=True, tag=True):
+    protocol: int
+    version: str
+    epoch: str
+    socket: str
+    """Address of the Unix socket; a leading `@` means abstract."""
+
+
+class Ping(Message, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Pong(Message, frozen=True, array_like=True, tag=True):
+    epoch: str
+
+
+class Status(Message, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class StatusReport(Message, frozen=True, array_like=True, tag=True):
+    report: dict[str, Any]
+    """`metrics.py` documents every entry under `counters` and `gauges`."""
+
+
+# ------------------------------------------------------------------------------------------------- on the Unix socket
+
+
+class Register(Message, frozen=True, array_like=True, tag=True):
+    """Say what this client is; the connection is bound to that namespace from then on."""
+
+    protocol: int
+    facts: dict[str, str]
+    """The namespace, in clear. The server adds geometry and chunk size."""
+    geometry: Geometry
+    role: Role
+    rank: int
+
+
+class Registered(Message, frozen=True, array_like=True, tag=True):
+    """Followed, for a worker, by the arena's memfd in the ancillary data of the frame's first byte."""
+
+    epoch: str
+    namespace: bytes
+    """`keys.namespace_digest` of the facts, the geometry's and the chunk size's included."""
+    chunk_size: int
+    """Tokens."""
+    cell_bytes: int
+    arena_bytes: int
+    """Size of the memfd."""
+
+
+class Reserve(Message, frozen=True, array_like=True, tag=True):
+    tenant: str
+    parent: bytes
+    """Chain hash of the chunk before the first one; empty when the first one starts the prompt."""
+    hashes: bytes
+    """Joined chain hashes, in chain order."""
+    group: int
+    shard: int
+
+
+class Reserved(Message, frozen=True, array_like=True, tag=True):
+    reservation: int
+    """0 when nothing was granted."""
+    placed: bytes
+    """One `Placed` a chunk, for the leading run that could be placed; may be shorter than what was asked."""
+    cells: bytes
+    """Little-endian 32-bit cell numbers of the granted objects, in order."""
+    backed: int
+    """Cells from 0 that have memory now: no other may be touched."""
+
+
+class Commit(Message, frozen=True, array_like=True, tag=True):
+    """The cells of a reservation are written: answered with `Done`."""
+
+    reservation: int
+
+
+class Abort(Message, frozen=True, array_like=True, tag=True):
+    """Give a reservation back unpublished: answered with `Done`."""
+
+    reservation: int
+
+
+class Lookup(Message, frozen=True, array_like=True, tag=True):
+    tenant: str
+    hashes: bytes
+    """Joined chain hashes of the prompt's whole chunks."""
+    limit: int
+    """Tokens that the hit may cover at most (the prompt's length less one)."""
+
+
+class Found(Message, frozen=True, array_like=True, tag=True):
+    ticket: int
+    """0 when `tokens` is 0."""
+    tokens: int
+
+
+class Open(Message, frozen=True, array_like=True, tag=True):
+    """Ask for the cells behind a ticket, for this connection's rank."""
+
+    ticket: int
+    epoch: str
+
+
+class Opened(Message, frozen=True, array_like=True, tag=True):
+    tokens: int
+    first: list[int]
+    """For each group, the number of the first chunk that the hit needs."""
+    cells: list[bytes]
+    """For each group, little-endian 32-bit cell numbers of the objects needed, chunk after chunk."""
+    backed: int
+    """As in `Reserved`."""
+
+
+class Confirm(Message, frozen=True, array_like=True, tag=True):
+    """This rank has copied. Idempotent."""
+
+    ticket: int
+    epoch: str
+
+
+class Confirmed(Message, frozen=True, array_like=True, tag=True):
+    held: bool
+    """Whether the ticket held throughout; otherwise the load must not count."""
+
+
+class Drop(Message, frozen=True, array_like=True, tag=True):
+    """End a ticket before its ranks have confirmed: answered with `Done`. Unknown tickets are no error."""
+
+    ticket: int
+
+
+class Done(Message, frozen=True, array_like=True, tag=True):
+    pass
+
+
+Request = Hello | Ping | Status | Register | Reserve | Commit | Abort | Lookup | Open | Confirm | Drop
+Reply = Error | Welcome | Pong | StatusReport | Registered | Reserved | Found | Opened | Confirmed | Done
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Message) -> bytes:
+    """Bytes of a message, without the length that precedes it on a stream."""
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes | bytearray | memoryview) -> Request:
+    """Read what a client sent. Raises ProtocolError, whatever the bytes are."""
+    return _decode(_requests, data)
+
+
+def decode_reply(data: bytes | bytearray | memoryview) -> Reply:
+    """Read what a server sent. Raises ProtocolError, whatever the bytes are."""
+    return _decode(_replies, data)
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[T]", data: bytes | bytearray | memoryview) -> T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"{len(data)} bytes that are no message of protocol {PROTOCOL}: {error}") from error
