@@ -59,9 +59,10 @@ class KVGroup:
             raise GeometryError(f"{self} has pages of {self.page_bytes} bytes", remedy="give one positive size a layer")
         if self.layers and len(self.layers) != len(self.page_bytes):
             raise GeometryError(
-                f"{self} names {len(self.layers)} layers for {len(self.page_bytes)} pages", remedy="name each layer once"
+                f"{self} names {len(self.layers)} layers for {len(self.page_bytes)} pages",
+                remedy="name each layer once",
             )
-        if (self.window > 0) != (self.kind in WINDOWED):
+        if self.window < 0 or (self.window > 0) != (self.kind in WINDOWED):
             raise GeometryError(
                 f"{self} has a window of {self.window} tokens",
                 remedy="give a positive window to sliding_window and chunked_local groups, and to no others",
@@ -93,7 +94,9 @@ class Geometry:
 
     def __attrs_post_init__(self) -> None:
         if not any(group.cached for group in self.groups):
-            raise GeometryError(f"none of the {len(self.groups)} KV groups can be cached", remedy="run without the cache")
+            raise GeometryError(
+                f"none of the {len(self.groups)} KV groups can be cached", remedy="run without the cache"
+            )
         if self.ranks < 1:
             raise GeometryError(f"a geometry for {self.ranks} ranks", remedy="give at least 1")
         for number, group in enumerate(self.groups):

@@ -46,7 +46,10 @@ class ObjectLayout:
 
 
 def object_layout(group: KVGroup, chunk_size: int, cell_bytes: int) -> ObjectLayout:
-    """Pack what a chunk of `chunk_size` tokens keeps of `group` into cells of `cell_bytes`."""
+    """Pack what a chunk of `chunk_size` tokens keeps of `group` into cells of `cell_bytes`.
+
+    For the engine that owns the pages: it lists every piece. A server asks `object_cells`.
+    """
     blocks = kept_blocks(group, chunk_size)
     pieces: list[Piece] = []
     cell, used = 0, 0
@@ -59,3 +62,25 @@ def object_layout(group: KVGroup, chunk_size: int, cell_bytes: int) -> ObjectLay
                 pieces.append(Piece(layer, block, offset, cell, used, length))
                 used += length
     return ObjectLayout(blocks, cell + 1 if pieces else 0, tuple(pieces))
+
+
+def object_cells(group: KVGroup, chunk_size: int, cell_bytes: int) -> int:
+    """How many cells an object takes: `object_layout(…).cells`, in time that grows with the number of layers only.
+
+    The server sizes objects by it, so that no geometry, however absurd its sizes, costs it time or memory.
+    """
+    blocks = kept_blocks(group, chunk_size)
+    cells, free = 0, 0
+    for page in group.page_bytes:
+        whole, rest = divmod(page, cell_bytes)
+        if whole:
+            cells += blocks * (whole + (rest > 0))
+            free = cell_bytes - rest if rest else 0
+            continue
+        left = blocks - min(blocks, free // page)
+        free -= (blocks - left) * page
+        if left:
+            per_cell = cell_bytes // page
+            cells += -(-left // per_cell)
+            free = cell_bytes - ((left - 1) % per_cell + 1) * page
+    return cells
