@@ -2,7 +2,8 @@
 
 The cache tells a policy what it keeps, uses and drops, and asks it who should go next. Pins, sizes, tenants, what is
 being written and that leaves go before trunks belong to `core/cache.py`: a poor policy wastes space, and can do no more.
-Runs in the server's one thread; every call must return quickly and without I/O.
+Runs in the server's one thread, inside a request: every call must return quickly, without I/O, and must not raise. Its cost
+may grow with the nodes it is given, never with the nodes that it knows: there may be millions.
 """
 
 import abc
@@ -11,7 +12,10 @@ from typing import Any, ClassVar, Protocol
 
 
 class ChunkNode(Protocol):
-    """What a policy may know of a cached chunk. The same object comes back in every call, so it may key a dict."""
+    """What a policy may know of a cached chunk. The same object comes back in every call, so it may key a dict.
+
+    Policies read it and write nothing but `policy_state`. It cannot be referred to weakly.
+    """
 
     @property
     def parent(self) -> "ChunkNode | None":
@@ -36,7 +40,8 @@ class ChunkNode(Protocol):
 class EvictionPolicy(abc.ABC):
     """Order among chunk nodes. Subclass it, set `name`, return the class from `lmcache_register_eviction_policies`.
 
-    `plugins.testing.EvictionPolicySuite` checks a policy against everything said here.
+    The server makes one, without arguments, before it serves. `plugins.testing.EvictionPolicySuite` checks a policy against
+    everything said here; `plugins.eviction.queue.NodeQueue` is a list of nodes that most policies can be made of.
     """
 
     name: ClassVar[str]
@@ -44,24 +49,28 @@ class EvictionPolicy(abc.ABC):
 
     @abc.abstractmethod
     def insert(self, node: ChunkNode) -> None:
-        """`node` is new to the cache. Called once per node, before any other call about it."""
+        """`node` is new to the cache, and its parent, if it has one, is known. Called before any other call about it."""
 
     @abc.abstractmethod
     def touch(self, nodes: Sequence[ChunkNode]) -> None:
         """`nodes` were used by one request, in this order: from the tail of its chain to the root.
 
-        Called once per request that stored or hit, with known nodes only. A chain's root comes last, so a policy
-        that goes by recency keeps roots longest.
+        Called once per request that stored or hit, with known nodes only, each of them once. A chain's root comes last,
+        so a policy that goes by recency keeps roots longest.
         """
 
     @abc.abstractmethod
     def remove(self, node: ChunkNode) -> None:
-        """`node` left the cache, by eviction or otherwise. Called once; the policy must forget it."""
+        """`node` left the cache, by eviction or otherwise. Called once per node, in any order of chains.
+
+        Nothing may refer to it afterwards, not even in a cycle: memory must not wait for the cyclic garbage collector.
+        """
 
     @abc.abstractmethod
     def victims(self) -> Iterator[ChunkNode]:
-        """Known nodes, the one to evict first coming first, each at most once.
+        """Every known node, once, the one to evict first coming first. A new iterator each time.
 
-        Lazy: the cache takes as many as it needs (usually one), skips those that it may not evict, and calls
-        `remove` only after it has stopped iterating. A policy that yields nothing gets nothing evicted.
+        Lazy: the cache takes as many as it needs (usually one), skips those that it may not evict, and makes no other call
+        before it has stopped iterating, which does not mean that anything was evicted. What is never yielded is never
+        evicted.
         """

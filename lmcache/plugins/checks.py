@@ -1,0 +1,58 @@
+"""What is checked of a plugin before anything of it is used."""
+
+import inspect
+from collections.abc import Mapping
+
+import pluggy
+
+from lmcache.core import hookspecs
+from lmcache.errors import PluginError
+from lmcache.plugins.sources import Source, suggestion
+
+PREFIX = f"{hookspecs.PROJECT}_"
+"""What the names of hooks, and of no other functions of a plugin, begin with."""
+
+HOOKS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(inspect.signature(function).parameters)
+    for name, function in vars(hookspecs).items()
+    if name.startswith(PREFIX)
+}
+"""Every hook and its arguments."""
+
+
+def check_plugin(plugin: object, source: Source, manager: pluggy.PluginManager) -> None:
+    """Refuse what pluggy would pass over in silence, or would refuse without saying what to change."""
+    implemented = 0
+    for name in dir(plugin):
+        options = manager.parse_hookimpl_opts(plugin, name)
+        if options is not None:
+            implemented += 1
+            arguments = tuple(inspect.signature(getattr(plugin, name)).parameters)
+            _check_hook(source, options["specname"] or name, arguments, options)
+        elif name.startswith(PREFIX) and inspect.isroutine(inspect.getattr_static(plugin, name, None)):
+            raise PluginError(
+                f"{source} has a function {name} that is not marked as a hook",
+                remedy="decorate it with lmcache.core.hookspecs.hookimpl, or give it a name that begins otherwise",
+            )
+    if not implemented:
+        raise PluginError(
+            f"{source} implements no hook", remedy="name the module that has the functions marked with hookimpl"
+        )
+
+
+def _check_hook(source: Source, hook: str, arguments: tuple[str, ...], options: pluggy.HookimplOpts) -> None:
+    if hook not in HOOKS:
+        if options["optionalhook"]:  # the plugin says itself that other versions may have this hook
+            return
+        raise PluginError(
+            f"{source} implements {hook}, which is no hook",
+            remedy=suggestion(hook, HOOKS).strip() or f"the hooks are {', '.join(HOOKS)}",
+        )
+    if options["wrapper"] or options["hookwrapper"]:
+        raise PluginError(f"{source} wraps {hook}", remedy="implement it plainly, without a yield")
+    unknown = [name for name in arguments if name not in HOOKS[hook]]
+    if unknown:
+        raise PluginError(
+            f"{source} wants {', '.join(unknown)} from {hook}",
+            remedy=f"take some or all of the arguments that it has: {hook}({', '.join(HOOKS[hook])})",
+        )

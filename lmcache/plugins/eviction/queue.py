@@ -1,0 +1,69 @@
+"""Chunk nodes in an order: what most policies are made of, and what a third party's policy may be made of, too."""
+
+from collections.abc import Iterator, Sequence
+
+from lmcache.core.policy import ChunkNode
+
+
+class Link:
+    """A node's place in a queue. `node.policy_state` holds it."""
+
+    __slots__ = ("colder", "node", "warmer")
+
+    node: ChunkNode
+    colder: "Link"
+    warmer: "Link"
+
+
+class NodeQueue:
+    """Chunk nodes from cold to warm, in a doubly linked list that runs through `node.policy_state`.
+
+    Every operation costs the same at a thousand nodes and at a million. An ordered dict does not: finding its oldest
+    entry walks past the traces of all entries that were removed from its front since it last grew.
+
+    A node is in one queue at a time, which owns its `policy_state` meanwhile: a policy that remembers more about a node
+    keeps that in a dict of its own, keyed by node. Nothing here refers to a removed node, not even in a cycle.
+    """
+
+    __slots__ = ("_end",)
+
+    def __init__(self) -> None:
+        # the list is a ring, closed by a link without a node: no operation has a special case at an end
+        self._end = end = Link()
+        end.colder = end.warmer = end
+
+    def append(self, node: ChunkNode) -> None:
+        """Put a node that is in no queue at the warm end."""
+        end = self._end
+        node.policy_state = link = Link()
+        link.node = node
+        link.colder, link.warmer = end.colder, end
+        end.colder.warmer = link
+        end.colder = link
+
+    def move_to_warm_end(self, nodes: Sequence[ChunkNode]) -> None:
+        """Take nodes, each named once, out of their queues and put them here: the last is the warmest."""
+        end = self._end
+        for node in nodes:
+            link = node.policy_state
+            colder, warmer = link.colder, link.warmer
+            colder.warmer = warmer
+            warmer.colder = colder
+            last = end.colder
+            link.colder, link.warmer = last, end
+            last.warmer = end.colder = link
+
+    def remove(self, node: ChunkNode) -> None:
+        """Take a node out of the queue that it is in."""
+        link = node.policy_state
+        link.colder.warmer = link.warmer
+        link.warmer.colder = link.colder
+        node.policy_state = None
+
+    def __iter__(self) -> Iterator[ChunkNode]:
+        """Nodes from cold to warm. The queue must not change until the iteration ends or is given up."""
+        end = self._end
+        link = end.warmer
+        while link is not end:
+            yield link.node
+            link = link.warmer

@@ -1,0 +1,209 @@
+"""The composition root of plugins: loads them, checks them, and holds what they offer.
+
+A process that needs plugins builds one `PluginManager` when it starts. Hooks that find things are called then, once;
+what they return is used directly from then on, so that nothing on a hot path goes through a hook.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import pluggy
+
+from lmcache.core import hookspecs
+from lmcache.core.adapter import EngineAdapter
+from lmcache.core.policy import EvictionPolicy
+from lmcache.errors import PluginError
+from lmcache.geometry.groups import GroupKind
+from lmcache.plugins.checks import HOOKS, check_plugin
+from lmcache.plugins.offers import Offers
+from lmcache.plugins.sources import Origin, Source, announced, built_in, chosen, suggestion
+
+if TYPE_CHECKING:  # only `cli` imports click
+    import click
+
+log = logging.getLogger(__name__)
+
+BLOCK = "no:"
+"""Begins those values of `--plugin` that leave a plugin out."""
+
+
+@attrs.frozen
+class PluginDescription:
+    """What `lmcache plugins` says of one plugin."""
+
+    name: str
+    """What `--plugin no:NAME` calls it."""
+    origin: Origin
+    distribution: str
+    """Name and version of the distribution that announces it; empty unless it is an entry point."""
+    hooks: tuple[str, ...]
+    """Hooks that it implements."""
+    policies: tuple[str, ...]
+    """Eviction policies that it offers, as users write them."""
+    adapters: tuple[str, ...]
+    """Engines that it has an adapter for."""
+
+
+class PluginManager:
+    """The plugins of this process. Building one imports them; whatever is wrong with any of them is a PluginError.
+
+    `names` are the values of `--plugin` in order: a dotted module, the path of a .py file, a distribution or one of its
+    entry points, or `no:NAME` to leave out a built-in plugin or an entry point.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._pluggy = pluggy.PluginManager(hookspecs.PROJECT)
+        self._pluggy.add_hookspecs(hookspecs)
+        self._sources: dict[str, Source] = {}
+        for source in _select(names):
+            self._load(source)
+        self._policies = Offers("eviction policy", EvictionPolicy, "name")  # type: ignore[type-abstract]  # never built
+        self._adapters = Offers("engine adapter", EngineAdapter, "engine")
+        self._collect("lmcache_register_eviction_policies", self._policies)
+        self._collect("lmcache_register_engine_adapters", self._adapters)
+
+    # ------------------------------------------------------------------------------------------------------ looking up
+
+    def find_policy(self, name: str) -> type[EvictionPolicy]:
+        """The policy that `--eviction-policy name` selects, case ignored; PluginError lists the known ones."""
+        return self._policies.find(name)
+
+    def find_adapter(self, engine: str) -> type[EngineAdapter]:
+        """The adapter of an engine, case ignored; PluginError lists the known ones."""
+        return self._adapters.find(engine)
+
+    def policies(self) -> tuple[str, ...]:
+        """What can be written after `--eviction-policy`, as the plugins spell it."""
+        return self._policies.names()
+
+    def classify_kv_spec(self, engine: str, spec: object) -> GroupKind | None:
+        """The kind of an engine's KV spec, as said by the plugin loaded last that knows it; None = nobody knows it.
+
+        Adapters call it in the engine's worker, once per spec, and refuse to start on None.
+        """
+        for impl in reversed(self._implementations("lmcache_classify_kv_spec")):
+            kind = self._call(impl, engine=engine, spec=spec)
+            if isinstance(kind, GroupKind):
+                return kind
+            if kind is not None:
+                raise PluginError(
+                    f"{self._owner(impl)} classifies {type(spec).__name__} of {engine} as {kind!r}",
+                    remedy="return a member of lmcache.geometry.groups.GroupKind, or None",
+                )
+        return None
+
+    def describe(self) -> list[PluginDescription]:
+        """What every loaded plugin brings, in the order of loading."""
+        return [
+            PluginDescription(
+                name=source.name,
+                origin=source.origin,
+                distribution=f"{source.distribution} {source.version}".strip(),
+                hooks=tuple(h for h in HOOKS if any(self._owner(i) is source for i in self._implementations(h))),
+                policies=self._policies.names(source),
+                adapters=self._adapters.names(source),
+            )
+            for source in self._sources.values()
+        ]
+
+    # ------------------------------------------------------------------------------------------------------ passing on
+
+    def register_commands(self, cli: "click.Group") -> None:
+        """Let every plugin add its commands to `cli`. PluginError names the plugin that fails."""
+        for impl in self._implementations("lmcache_register_commands"):
+            self._call(impl, cli=cli)
+
+    def server_started(self, address: str) -> None:
+        """Tell every plugin that the server answers at `address`. A plugin that raises is logged, and hurts nobody."""
+        self._observe("lmcache_server_started", address=address)
+
+    def server_stopping(self) -> None:
+        """Tell every plugin that the server ends. A plugin that raises is logged, and hurts nobody."""
+        self._observe("lmcache_server_stopping")
+
+    # --------------------------------------------------------------------------------------------------------- loading
+
+    def _load(self, source: Source) -> None:
+        try:
+            plugin = source.load()
+        except (Exception, SystemExit) as error:  # a plugin's own code runs here, and may raise anything
+            raise PluginError(
+                f"{source} cannot be imported: {_cause(error)}",
+                remedy=f"repair or reinstall it, or {_leave_out(source)}",
+            ) from error
+        if self._pluggy.is_registered(plugin):
+            return  # reached twice, say by its entry point and by its module
+        if source.name in self._sources:
+            raise PluginError(
+                f"{self._sources[source.name]} and {source} have one name",
+                remedy="uninstall the one that you do not want",
+            )
+        check_plugin(plugin, source, self._pluggy)
+        self._sources[source.name] = source
+        self._pluggy.register(plugin, source.name)
+
+    def _collect(self, hook: str, offers: Offers[EvictionPolicy] | Offers[EngineAdapter]) -> None:
+        for impl in self._implementations(hook):
+            offers.add_all(self._call(impl), self._owner(impl), hook)
+
+    # --------------------------------------------------------------------------------------------------------- calling
+
+    def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
+        implementations: list[pluggy.HookImpl] = getattr(self._pluggy.hook, hook).get_hookimpls()
+        return implementations
+
+    def _owner(self, impl: pluggy.HookImpl) -> Source:
+        return self._sources[impl.plugin_name]
+
+    def _call(self, impl: pluggy.HookImpl, **arguments: object) -> object:
+        """One plugin's answer. A call of the whole hook would not tell whose answer it is, nor who raised."""
+        try:
+            result: object = impl.function(*(arguments[name] for name in impl.argnames))
+        except (Exception, SystemExit) as error:  # a plugin's own code runs here, and may raise anything
+            owner = self._owner(impl)
+            raise PluginError(
+                f"{owner} failed in {impl.function.__name__}: {_cause(error)}",
+                remedy=f"repair it, or {_leave_out(owner)}",
+            ) from error
+        return result
+
+    def _observe(self, hook: str, **arguments: object) -> None:
+        for impl in self._implementations(hook):
+            try:
+                self._call(impl, **arguments)
+            except PluginError:
+                log.exception("%s raised in %s; the server goes on", self._owner(impl), hook)
+
+
+def _select(names: Sequence[str]) -> list[Source]:
+    """Sources to load, in order: built in, announced, named by the user; without those that the user blocks."""
+    known = built_in() + announced()
+    blocked = {name.removeprefix(BLOCK) for name in names if name.startswith(BLOCK)}
+    for name in sorted(blocked - {source.name for source in known}):
+        all_names = [source.name for source in known]
+        raise PluginError(
+            f"--plugin {BLOCK}{name} leaves out a plugin that does not exist",
+            remedy=f"{suggestion(name, all_names)}known are {', '.join(all_names)}",
+        )
+    selected = [source for source in known if source.name not in blocked]
+    for name in names:
+        if name.startswith(BLOCK):
+            continue
+        for source in chosen(name, known):
+            if source.name in blocked:
+                raise PluginError(f"--plugin has {name} and {BLOCK}{source.name}", remedy="drop one of the two")
+            if source not in selected:
+                selected.append(source)
+    return selected
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _leave_out(source: Source) -> str:
+    if source.origin is Origin.OPTION:
+        return "drop it from --plugin"
+    return f"leave it out with --plugin {BLOCK}{source.name}"
