@@ -1,9 +1,10 @@
 """What an eviction policy is: an order among chunk nodes, and nothing else.
 
 The cache tells a policy what it keeps, uses and drops, and asks it who should go next. Pins, sizes, tenants, what is
-being written and that leaves go before trunks belong to `core/cache.py`: a poor policy wastes space, and can do no more.
-Runs in the server's one thread, inside a request: every call must return quickly, without I/O, and must not raise. Its cost
-may grow with the nodes it is given, never with the nodes that it knows: there may be millions.
+being written, and that leaves go before trunks, belong to `core/cache.py`: a poor policy wastes space and does no harm.
+
+Policies run in the server's one thread, inside a request: every call must return quickly, without I/O, and must not
+raise. What a call costs may grow with the nodes that it is given, never with those that it knows: there may be millions.
 """
 
 import abc
@@ -40,8 +41,8 @@ class ChunkNode(Protocol):
 class EvictionPolicy(abc.ABC):
     """Order among chunk nodes. Subclass it, set `name`, return the class from `lmcache_register_eviction_policies`.
 
-    The server makes one, without arguments, before it serves. `plugins.testing.EvictionPolicySuite` checks a policy against
-    everything said here; `plugins.eviction.queue.NodeQueue` is a list of nodes that most policies can be made of.
+    The server makes one, without arguments, before it serves. `plugins.testing.EvictionPolicySuite` checks a policy
+    against everything said here; `plugins.eviction.queue.NodeQueue` is a list that most policies can be made of.
     """
 
     name: ClassVar[str]
@@ -49,7 +50,7 @@ class EvictionPolicy(abc.ABC):
 
     @abc.abstractmethod
     def insert(self, node: ChunkNode) -> None:
-        """`node` is new to the cache, and its parent, if it has one, is known. Called before any other call about it."""
+        """`node` is new to the cache; its parent, if it has one, is known. Called before any other call about it."""
 
     @abc.abstractmethod
     def touch(self, nodes: Sequence[ChunkNode]) -> None:
@@ -70,7 +71,6 @@ class EvictionPolicy(abc.ABC):
     def victims(self) -> Iterator[ChunkNode]:
         """Every known node, once, the one to evict first coming first. A new iterator each time.
 
-        Lazy: the cache takes as many as it needs (usually one), skips those that it may not evict, and makes no other call
-        before it has stopped iterating, which does not mean that anything was evicted. What is never yielded is never
-        evicted.
+        Lazy: the cache takes as many as it needs (usually one), skips those that it may not evict, and makes no other
+        call before it has stopped iterating. That a node was yielded does not mean that it goes; `remove` says so.
         """
