@@ -117,9 +117,10 @@ def _needed_chunks(group: KVGroup, chunk_size: int, hit_tokens: int) -> range:
 
 def _leading_chunks(sealed: Sequence[int], mask: int) -> int:
     """How many chunks, counted from the first, have all objects of `mask`."""
-    if mask:
+    lacking = {bits for bits in set(sealed) if bits & mask != mask}
+    if lacking:  # chunks of one prompt are mostly alike: the set tells at once when none lacks anything
         for number, bits in enumerate(sealed):
-            if bits & mask != mask:
+            if bits in lacking:
                 return number
     return len(sealed)
 
@@ -128,16 +129,23 @@ def _longest_end(geometry: Geometry, chunk_size: int, sealed: Sequence[int], par
     """The last aligned chunk end, in tokens, whose needs the `partial` groups (those that are not full) can serve."""
     gaps = [(geometry.groups[number], _gaps(sealed, 1 << number)) for number in partial]
     step = math.lcm(chunk_size, geometry.alignment) // chunk_size
-    for end in range(len(sealed) // step * step, 0, -step):
-        tokens = end * chunk_size
-        if all(gap[end] < _first_read(group, tokens) // chunk_size for group, gap in gaps):
-            return tokens
+    end = len(sealed) // step * step
+    while end:
+        for group, gap in gaps:
+            if gap[end] >= _first_read(group, end * chunk_size) // chunk_size:
+                # where reading starts never moves back as ends grow: no end behind the missing chunk can be served
+                end = gap[end] // step * step
+                break
+        else:
+            return end * chunk_size
     return 0
 
 
 def _gaps(sealed: Sequence[int], bit: int) -> list[int]:
     """For each chunk end, counted in chunks, the number of the last chunk before it that lacks `bit`; -1 for none."""
     last = -1
+    if all(bits & bit for bits in set(sealed)):
+        return [last] * (len(sealed) + 1)
     gaps = [last]
     for number, bits in enumerate(sealed):
         if not bits & bit:
