@@ -4,7 +4,7 @@ The cache tells a policy what it keeps, uses and drops, and asks it who should g
 being written, and that leaves go before trunks, belong to `core/cache.py`: a poor policy wastes space and does no harm.
 
 Policies run in the server's one thread, inside a request: every call must return quickly, without I/O, and must not
-raise. What a call costs may grow with the nodes that it is given, never with those that it knows: there may be millions.
+raise. What a call costs may grow with the nodes that it is given, not with those that it knows: there may be millions.
 """
 
 import abc

@@ -8,7 +8,7 @@ reply to `Hello` names a Unix stream socket (abstract: no file is left). There e
 (4 bytes, little endian, at most `MAX_FRAME`), the first reply carries the arena's memfd, and the connection *is* the
 client's liveness: when it ends, whatever the client had reserved is freed and its tickets are dropped.
 
-**Order.** On a Unix connection: `Register`, then anything. Replies come in the order of requests.
+**Order.** On a Unix connection: `Register`, then anything. Replies may come in another order than requests: `id` ties them.
 
 **Store** (a worker, for one group): `Reserve` names chunks in chain order; the answer gives one `Placed` byte a chunk for
 the leading run that fits, and the cells of those granted. The worker copies, then sends `Commit` (or `Abort`). An object

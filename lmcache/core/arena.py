@@ -1,0 +1,169 @@
+"""The segment that holds L1: an anonymous memory file that server and engines map, backed slab by slab.
+
+The file has no name: it is passed as a descriptor over the Unix socket, cannot be opened by anybody else, and is gone with
+the last process that maps it, `kill -9` included. Its size is sealed. Sources: memfd_create(2), madvise(2).
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+
+from lmcache.core.memory import available_memory
+
+SLAB_BYTES = 64 << 20
+"""Backed at a time: large enough to amortise the call, small enough that a start waits 0.1 s for its first."""
+
+_SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: a peer's ftruncate would be everybody's SIGBUS
+_F_ADD_SEALS = 1033
+_MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def create_segment(size: int) -> int:
+    """A sealed memory file of `size` bytes, none of them backed yet. The caller closes the descriptor."""
+    descriptor = os.memfd_create("lmcache-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
+    return descriptor
+
+
+class Mapping:
+    """One process's view of the segment. `memory` may be written only where the server has backed it."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, size)
+        anchor = ctypes.c_char.from_buffer(self._map)
+        self._address = ctypes.addressof(anchor)
+        del anchor  # it would keep the mapping from being closed
+        # a child of an engine must neither write here nor keep the pages alive
+        _libc.madvise(ctypes.c_void_p(self._address), ctypes.c_size_t(size), _MADV_DONTFORK)
+        # only advice: most hosts do not offer huge pages for shared memory, and nothing depends on them
+        _libc.madvise(ctypes.c_void_p(self._address), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+
+    @property
+    def memory(self) -> memoryview:
+        """The whole segment, writable, as bytes."""
+        if self._map is None:
+            raise ValueError("the mapping is closed")
+        return memoryview(self._map)
+
+    def populate(self, start: int, stop: int) -> None:
+        """Map every page of [start, stop) now, allocating what has none. Releases the GIL. Raises OSError."""
+        # ctypes and not mmap.madvise, which holds the GIL for a second a gigabyte
+        if _libc.madvise(ctypes.c_void_p(self._address + start), ctypes.c_size_t(stop - start), _MADV_POPULATE_WRITE):
+            error = ctypes.get_errno()
+            raise OSError(error, f"cannot back arena bytes {start} to {stop}: {os.strerror(error)}")
+
+    def close(self) -> None:
+        """Unmap; where a view still exists, when the last one goes. No copy may be in flight."""
+        mapping, self._map = self._map, None
+        if mapping is not None:
+            with contextlib.suppress(BufferError):  # a view exists: the mapping goes with the last reference
+                mapping.close()
+
+
+class Prefaulter:
+    """Maps, in the background, what the server has backed, so that a worker's copies find their pages present."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        self._mapping = mapping
+        self._wanted = self._done = 0
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="lmcache-prefault", daemon=True)
+        self._thread.start()
+
+    def want(self, backed_bytes: int) -> None:
+        """The server has backed the first `backed_bytes` bytes. Never blocks."""
+        if backed_bytes > self._wanted:
+            with self._wake:
+                self._wanted = min(backed_bytes, self._mapping.size)
+                self._wake.notify()
+
+    def close(self) -> None:
+        """Stop, at the end of the slab in progress."""
+        with self._wake:
+            self._wanted = -1
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._wanted < 0 or self._wanted > self._done)
+                if self._wanted < 0:
+                    return
+                stop = min(self._wanted, self._done + SLAB_BYTES)
+            # a failure costs speed only: the pages exist, and a copy faults them in
+            with contextlib.suppress(OSError):
+                self._mapping.populate(self._done, stop)
+            self._done = stop
+
+
+class Backer:
+    """Puts memory behind the segment ahead of need, in I/O threads of the server; the only one that ever does.
+
+    `on_progress` is called in a thread whenever more is backed or backing has stopped; the owner then calls `collect`.
+    """
+
+    def __init__(self, mapping: Mapping, workers: int, on_progress: Callable[[], None]) -> None:
+        self._mapping = mapping
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="lmcache-io")
+        self._workers = workers
+        self._on_progress = on_progress
+        self._requested = 0  # bytes from 0 that have been submitted
+        self._finished: dict[int, int] = {}  # start → stop, of slabs that are backed out of order
+        self.backed = 0
+        """Bytes from 0 that have memory."""
+        self._lock = threading.Lock()
+
+    @property
+    def working(self) -> bool:
+        """Whether more is on its way."""
+        return self.backed < self._requested
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole segment has memory."""
+        return self.backed == self._mapping.size
+
+    def request(self, bytes_wanted: int) -> bool:
+        """Start backing until `bytes_wanted` bytes from 0 have memory, as far as the host has it now.
+
+        False: nothing was started and nothing is on its way, because memory is short or everything is backed.
+        """
+        wanted = min(bytes_wanted, self._mapping.size)
+        with self._lock:
+            while self._requested < wanted and self._requested - self.backed < self._workers * SLAB_BYTES:
+                stop = min(self._requested + SLAB_BYTES, self._mapping.size)
+                # what is on its way has not been taken yet, so it is counted as well
+                if available_memory().bytes < stop - self.backed:
+                    break
+                self._pool.submit(self._back, self._requested, stop)
+                self._requested = stop
+            return self.working
+
+    def _back(self, start: int, stop: int) -> None:
+        try:
+            self._mapping.populate(start, stop)
+        except OSError:
+            with self._lock:
+                self._requested = min(self._requested, start)
+        else:
+            with self._lock:
+                self._finished[start] = stop
+                while self.backed in self._finished:
+                    self.backed = self._finished.pop(self.backed)
+                self._requested = max(self._requested, self.backed)
+        self._on_progress()
+
+    def close(self) -> None:
+        """Wait for the slabs in progress; start no more."""
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,400 @@
+"""The state machine of the cache: reserve, commit, abort, lookup, open, confirm, drop, evict.
+
+It decides; it has no clock, socket, thread or disk, and never touches payload. The server calls it from one thread, one
+method a message. Owners are the server's numbers for client connections: what an owner holds ends with it.
+
+What every method keeps true, whatever the order of calls (`validate` checks it, `tests/core/test_cache_model.py` tries to
+break it):
+
+- a cell belongs to nobody, to one reservation, or to one committed shard;
+- bytes are readable only when every shard of their object is committed, and only through a ticket;
+- what a ticket or a reservation holds is never evicted; a chunk never goes before the chunks that follow it;
+- a policy's mistakes cost space, not correctness.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+import attrs
+
+from lmcache.core.cells import CellAllocator, pack_cells, unpack_cells
+from lmcache.core.index import Namespace, Node
+from lmcache.core.keys import ChainHash
+from lmcache.core.metrics import Counters
+from lmcache.core.policy import EvictionPolicy
+from lmcache.core.protocol import ErrorCode, Placed
+from lmcache.errors import Refused
+from lmcache.geometry.hits import Hit, longest_hit
+
+VICTIM_SCAN = 4096
+"""Nodes looked at, at most, in one search for victims: bounds the request when nearly everything is pinned."""
+
+REMEMBERED_TICKETS = 4096
+"""Completed tickets whose late or repeated confirmations are still answered truthfully."""
+
+
+@attrs.frozen
+class Reservation:
+    """Cells that one writer fills: `(node, slot, packed cells)` for each granted object."""
+
+    id: int
+    owner: int
+    objects: list[tuple[Node, int, bytes]]
+
+
+@attrs.define
+class Ticket:
+    """A scheduler's right to have a hit loaded; pins `nodes` until every rank has confirmed or it is dropped."""
+
+    id: int
+    owner: int
+    namespace: Namespace
+    hit: Hit
+    nodes: list[Node | None]
+    """The prompt's chunks from its start; None where the hit does not need the chunk."""
+    cells: int
+    waiting: set[int]
+    """Ranks that have not confirmed."""
+
+
+@attrs.frozen
+class Placement:
+    """What `reserve` did."""
+
+    reservation: int
+    """0 when nothing was granted."""
+    placed: bytes
+    """One `Placed` for each chunk of the leading run that could be placed."""
+    cells: bytes
+    """Packed cells of the granted objects, in order."""
+
+
+class Cache:
+    """All namespaces, the cells behind them, and who holds what."""
+
+    def __init__(
+        self, allocator: CellAllocator, policy: EvictionPolicy, *, first_id: int = 1, pin_share: float = 0.5
+    ) -> None:
+        self.allocator = allocator
+        self.policy = policy
+        self.counters = Counters()
+        self.namespaces: dict[bytes, Namespace] = {}
+        self.reservations: dict[int, Reservation] = {}
+        self.tickets: dict[int, Ticket] = {}
+        self._pin_limit = int(allocator.cells * pin_share)
+        self._next_id = first_id
+        self._completed: deque[int] = deque(maxlen=REMEMBERED_TICKETS)
+        self._orphaned: dict[Node, None] = {}  # nodes without bytes that others hang below: those go first
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def reserve(
+        self,
+        owner: int,
+        namespace: Namespace,
+        tenant: str,
+        parent: bytes,
+        hashes: Sequence[ChainHash],
+        group: int,
+        shard: int,
+    ) -> Placement:
+        """Give `owner` cells for one shard of one group of each chunk, as far as the leading run fits.
+
+        Evicts exactly what is needed. Stops, without an error, at the first chunk that cannot be placed: no room, or a
+        parent that is not in the index (bytes that no lookup could reach).
+        """
+        above = namespace.nodes.get(ChainHash(parent)) if parent else None
+        if parent and above is None:
+            return Placement(0, b"", b"")
+        reservation = Reservation(self._new_id(), owner, [])
+        # registered first: should a policy raise half way, what was granted so far still belongs to somebody
+        self.reservations[reservation.id] = reservation
+        slot, cells = namespace.slot(group, shard), namespace.object_cells[group]
+        placed = bytearray()
+        created = False
+        for chain_hash in hashes:
+            node = namespace.nodes.get(chain_hash)
+            if node and node.shards[slot] is not None:
+                placed.append(Placed.PRESENT)
+            elif node and node.writing >> slot & 1:
+                placed.append(Placed.BUSY)
+            else:
+                created = created or node is None
+                node = self._grant(node or self._insert(namespace, chain_hash, above, tenant), slot, cells, reservation)
+                if node is None:
+                    break
+                placed.append(Placed.GRANTED)
+            above = node
+        if created and above:
+            self.policy.touch(list(above.chain()))
+        return self._placement(reservation, bytes(placed))
+
+    def _grant(self, node: Node, slot: int, cells: int, reservation: Reservation) -> Node | None:
+        """Reserve one object of `node`; None, and the node forgotten if it is new, when there is no room."""
+        got = self._allocate(node, cells)
+        if got is None:
+            self._prune(node)
+            return None
+        node.writing |= 1 << slot
+        node.cells += cells
+        self._orphaned.pop(node, None)
+        reservation.objects.append((node, slot, got))
+        return node
+
+    def _placement(self, reservation: Reservation, placed: bytes) -> Placement:
+        if not reservation.objects:
+            del self.reservations[reservation.id]
+            return Placement(0, placed, b"")
+        self.counters.chunks_reserved += len(reservation.objects)
+        return Placement(reservation.id, placed, b"".join(cells for _, _, cells in reservation.objects))
+
+    def commit(self, owner: int, reservation_id: int) -> None:
+        """`owner` has written every cell of the reservation: publish it. Refuses what is not the owner's."""
+        for node, slot, cells in self._take(owner, reservation_id).objects:
+            node.writing &= ~(1 << slot)
+            node.shards[slot] = cells
+            self._seal(node)
+            self.counters.shards_committed += 1
+
+    def _seal(self, node: Node) -> None:
+        namespace = node.namespace
+        for group in namespace.geometry.cached_groups:
+            if not node.sealed >> group & 1 and namespace.group_committed(node, group):
+                # the one place where bytes become readable: every shard of the object is written
+                node.sealed |= 1 << group
+
+    def abort(self, owner: int, reservation_id: int) -> None:
+        """Give a reservation back unpublished. Refuses what is not the owner's."""
+        self._undo(self._take(owner, reservation_id))
+
+    def _take(self, owner: int, reservation_id: int) -> Reservation:
+        reservation = self.reservations.get(reservation_id)
+        if reservation is None or reservation.owner != owner:
+            raise Refused(
+                f"reservation {reservation_id} is not this client's, or has ended",
+                code=ErrorCode.STALE,
+                remedy="reserve again",
+            )
+        return self.reservations.pop(reservation_id)
+
+    def _undo(self, reservation: Reservation) -> None:
+        self.counters.chunks_aborted += len(reservation.objects)
+        # from the tail, so that a chain written by one reservation is pruned as a whole
+        for node, slot, cells in reversed(reservation.objects):
+            node.writing &= ~(1 << slot)
+            released = unpack_cells(cells)
+            node.cells -= len(released)
+            self.allocator.release(released)
+            self._prune(node)
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def lookup(self, owner: int, namespace: Namespace, hashes: Sequence[ChainHash], limit: int) -> Ticket | None:
+        """The longest prefix that can be served, pinned; None when there is none.
+
+        `limit` is the most tokens that the hit may cover. One owner's tickets hold at most a share of the arena; a hit
+        that would exceed it is shortened.
+        """
+        nodes = list(map(namespace.nodes.get, hashes))
+        sealed = [node.sealed if node else 0 for node in nodes]
+        hit = self._within_pin_share(owner, namespace, nodes, sealed, limit)
+        self.counters.lookups += 1
+        self.counters.tokens_asked += len(hashes) * namespace.chunk_size
+        self.counters.tokens_hit += hit.tokens
+        if not hit.tokens:
+            return None
+        reached = nodes[: -(-hit.tokens // namespace.chunk_size)]
+        self.policy.touch([node for node in reversed(reached) if node])
+        return self._issue(owner, namespace, hit, reached)
+
+    def _within_pin_share(
+        self, owner: int, namespace: Namespace, nodes: list[Node | None], sealed: list[int], limit: int
+    ) -> Hit:
+        hit = longest_hit(namespace.geometry, namespace.chunk_size, sealed, limit)
+        room = self._pin_limit - sum(ticket.cells for ticket in self.tickets.values() if ticket.owner == owner)
+        while hit.tokens and _pinned_cells(hit, nodes) > room:
+            chunks = hit.tokens // namespace.chunk_size
+            # halve what is too much: a hit of thousands of chunks must not be shortened one chunk at a time
+            fitting = max(0, min(chunks - 1, max(chunks // 2, room // namespace.chunk_cells)))
+            hit = longest_hit(namespace.geometry, namespace.chunk_size, sealed[:fitting], limit)
+        return hit
+
+    def _issue(self, owner: int, namespace: Namespace, hit: Hit, nodes: list[Node | None]) -> Ticket:
+        needed = set().union(*hit.needs)
+        kept = [node if chunk in needed else None for chunk, node in enumerate(nodes)]
+        ticket = Ticket(
+            self._new_id(), owner, namespace, hit, kept, _pinned_cells(hit, nodes), set(range(namespace.geometry.ranks))
+        )
+        for node in filter(None, kept):
+            node.pins += 1
+        self.tickets[ticket.id] = ticket
+        return ticket
+
+    def open(self, ticket_id: int, namespace: Namespace, rank: int) -> tuple[Hit, list[bytes]]:
+        """The hit, and for each group the packed cells of `rank`'s objects, chunk after chunk."""
+        ticket = self.tickets.get(ticket_id)
+        if ticket is None or ticket.namespace is not namespace:
+            raise Refused(
+                f"ticket {ticket_id} has ended, or is another engine's", code=ErrorCode.STALE, remedy="look up again"
+            )
+        geometry = namespace.geometry
+        cells = []
+        for group, needs in enumerate(ticket.hit.needs):
+            slot = namespace.slot(group, geometry.shard_of(group, rank))
+            cells.append(b"".join(_shard(ticket.nodes[chunk], slot) for chunk in needs))
+        return ticket.hit, cells
+
+    def confirm(self, ticket_id: int, namespace: Namespace, rank: int) -> bool:
+        """`rank` has copied. False: the ticket did not hold throughout, so the load must not count. Idempotent."""
+        ticket = self.tickets.get(ticket_id)
+        if ticket is None or ticket.namespace is not namespace:
+            return ticket is None and ticket_id in self._completed
+        ticket.waiting.discard(rank)
+        if not ticket.waiting:
+            self._completed.append(ticket_id)
+            self._end(ticket)
+            self.counters.loads_confirmed += 1
+        return True
+
+    def drop(self, owner: int, ticket_id: int) -> None:
+        """End a ticket of `owner`'s early. Unknown tickets, and other owners', are left alone."""
+        ticket = self.tickets.get(ticket_id)
+        if ticket and ticket.owner == owner:
+            self._end(ticket)
+            self.counters.tickets_dropped += 1
+
+    def _end(self, ticket: Ticket) -> None:
+        del self.tickets[ticket.id]
+        for node in filter(None, ticket.nodes):
+            node.pins -= 1
+            self._prune(node)
+
+    def owner_gone(self, owner: int) -> None:
+        """The owner's connection ended: free what it was writing, unpublished, and drop its tickets."""
+        for reservation in [r for r in self.reservations.values() if r.owner == owner]:
+            self._undo(self.reservations.pop(reservation.id))
+        for ticket in [t for t in self.tickets.values() if t.owner == owner]:
+            self._end(ticket)
+            self.counters.tickets_dropped += 1
+
+    # ------------------------------------------------------------------------------------------------------ evicting
+
+    def _allocate(self, node: Node, cells: int) -> bytes | None:
+        """Cells for `node`, which is linked already, so that its ancestors cannot be victims. It is not one itself."""
+        missing = cells - self.allocator.free
+        if missing > 0:
+            node.pins += 1
+            victims = self._choose(missing)
+            node.pins -= 1
+            for victim in victims:
+                self._evict(victim)
+        got = self.allocator.allocate(cells)
+        return None if got is None else pack_cells(got)
+
+    def _choose(self, cells: int) -> list[Node]:
+        """Victims that free at least `cells`, leaves first; none at all when that much cannot be freed."""
+        chosen: list[Node] = []
+        freed = scanned = 0
+        for node in self._candidates():
+            scanned += 1
+            if node.evictable and node.cells:
+                node.doom()
+                chosen.append(node)
+                freed += node.cells
+                if freed >= cells:
+                    return chosen
+            if scanned >= VICTIM_SCAN:
+                break
+        for node in chosen:
+            node.spare()
+        return []
+
+    def _candidates(self) -> Iterator[Node]:
+        """Orphans first, then the policy's order; before each node, whatever hangs below it."""
+        for orphaned in self._orphaned:
+            yield from orphaned.postorder()
+        for node in self.policy.victims():
+            assert isinstance(node, Node)
+            if node.live_children:
+                # leaves before trunks, whatever the policy says
+                yield from node.postorder()
+            else:
+                yield node
+
+    def _evict(self, node: Node) -> None:
+        for packed in filter(None, node.shards):
+            self.allocator.release(unpack_cells(packed))
+        self.counters.chunks_evicted += 1
+        self.counters.cells_evicted += node.cells
+        node.cells = node.sealed = 0
+        node.shards = [None] * node.namespace.slots
+        if node.doomed:
+            node.spare()
+        self._prune(node)
+
+    # --------------------------------------------------------------------------------------------------- bookkeeping
+
+    def _insert(self, namespace: Namespace, chain_hash: ChainHash, parent: Node | None, tenant: str) -> Node:
+        node = Node(namespace, chain_hash, parent, tenant)
+        node.link()
+        namespace.nodes[chain_hash] = node
+        self.policy.insert(node)
+        return node
+
+    def _prune(self, node: Node | None) -> None:
+        """Forget a node that holds nothing, and those above it that stood only for its sake."""
+        while node and node.empty:
+            parent = node.parent
+            node.unlink()
+            del node.namespace.nodes[node.hash]
+            self._orphaned.pop(node, None)
+            self.policy.remove(node)
+            node = parent
+        if node and not node.cells and not node.writing and not node.pins:
+            self._orphaned[node] = None
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def validate(self) -> None:
+        """Check every invariant; raise with the numbers if one does not hold. For tests: takes time in the cache's size."""
+        self.allocator.validate()
+        nodes = [node for namespace in self.namespaces.values() for node in namespace.nodes.values()]
+        owned = [c for n in nodes for packed in filter(None, n.shards) for c in unpack_cells(packed)]
+        reserved = [c for r in self.reservations.values() for _, _, packed in r.objects for c in unpack_cells(packed)]
+        if (
+            len(set(owned + reserved)) != len(owned) + len(reserved)
+            or len(owned) + len(reserved) != self.allocator.used
+        ):
+            raise RuntimeError(f"{len(owned)} committed and {len(reserved)} reserved cells, {self.allocator.used} used")
+        for node in nodes:
+            _validate_node(node)
+        pins = sum(node.pins for node in nodes)
+        held = sum(1 for ticket in self.tickets.values() for node in ticket.nodes if node)
+        if pins != held:
+            raise RuntimeError(f"{pins} pins for {held} nodes held by {len(self.tickets)} tickets")
+
+
+def _shard(node: Node | None, slot: int) -> bytes:
+    assert node is not None  # the ticket pins every chunk that its hit needs
+    packed = node.shards[slot]
+    assert packed is not None  # …and a hit needs sealed objects only
+    return packed
+
+
+def _pinned_cells(hit: Hit, nodes: Sequence[Node | None]) -> int:
+    needed: Iterable[int] = set().union(*hit.needs)
+    return sum(node.cells for chunk in needed if (node := nodes[chunk]))
+
+
+def _validate_node(node: Node) -> None:
+    if node.namespace.nodes.get(node.hash) is not node or node.doomed:
+        raise RuntimeError(f"{node} is not in its index, or left doomed by a selection")
+    if node.parent and node.namespace.nodes.get(node.parent.hash) is not node.parent:
+        raise RuntimeError(f"{node} hangs below a chunk that is not in the index")
+    for group in node.namespace.geometry.cached_groups:
+        if bool(node.sealed >> group & 1) != node.namespace.group_committed(node, group):
+            raise RuntimeError(f"{node}: group {group} is sealed and incomplete, or complete and not sealed")
+    if node.empty:
+        raise RuntimeError(f"{node} holds nothing and was not pruned")

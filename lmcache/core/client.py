@@ -1,0 +1,148 @@
+"""The client of an engine process: keeps one link to the server, for ever, and never makes the engine wait for it.
+
+`link()` is the circuit breaker: it gives the link that works, or raises at once. A thread of the client's own connects,
+registers, watches for the server's end and starts again, with growing pauses. The engine goes on without the cache
+meanwhile.
+"""
+
+import contextlib
+import logging
+import random
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import attrs
+
+from lmcache.core.control import Control, ServerAddress
+from lmcache.core.link import Engine, Link, Pending
+from lmcache.core.protocol import ErrorCode
+from lmcache.errors import LMCacheError, ProtocolError, Refused, ServerUnavailable
+
+__all__ = ["Client", "ClientSettings", "Engine", "Link", "Pending", "ServerAddress"]
+
+log = logging.getLogger("lmcache.client")
+
+_STOPPED = select.POLLHUP | select.POLLERR | select.POLLRDHUP | select.POLLNVAL
+
+
+@attrs.frozen
+class ClientSettings:
+    """How patient a client is; seconds."""
+
+    deadline: float = 1.0
+    """For one request. A request that takes longer costs the link."""
+    retry_min: float = 0.05
+    """Pause after the first failed attempt to register; it doubles from one to the next."""
+    retry_max: float = 2.0
+    """Longest pause."""
+
+
+class Client:
+    """One per engine process and role. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        address: ServerAddress,
+        engine: Engine,
+        settings: ClientSettings = ClientSettings(),  # noqa: B008  frozen
+        on_refused: Callable[[ProtocolError], None] | None = None,
+    ) -> None:
+        self.address = address
+        self.engine = engine
+        self.settings = settings
+        self.refusal: ProtocolError | None = None
+        """Why the newest server refused this engine; None while it does not."""
+        self._on_refused = on_refused
+        self._link: Link | None = None
+        self._why: LMCacheError = ServerUnavailable(f"not connected to {address} yet")
+        self._first_attempt = threading.Event()
+        self._closing = threading.Event()
+        self._waker, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._keep, name="lmcache-client", daemon=True)
+
+    def start(self, wait: float = 0.0) -> None:
+        """Begin to connect; returns when the first attempt has ended or after `wait` seconds. Raises nothing."""
+        self._thread.start()
+        self._first_attempt.wait(wait)
+
+    def link(self) -> Link:
+        """The link that works. Raises ServerUnavailable, at once, while there is none."""
+        link = self._link
+        if link is None or not link.alive:
+            raise ServerUnavailable(f"no link to the lmcache server at {self.address}: {self._why}")
+        return link
+
+    def close(self) -> None:
+        """End the link and the thread. Idempotent."""
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._waker.send(b"x")
+        if self._thread.is_alive():
+            self._thread.join()
+        self._waker.close()
+        self._woken.close()
+
+    # ------------------------------------------------------------------------------------- the thread that keeps the link
+
+    def _keep(self) -> None:
+        pause = self.settings.retry_min
+        while not self._closing.is_set():
+            link = self._attempt()
+            self._first_attempt.set()
+            if link is not None:
+                pause = self.settings.retry_min
+                self._watch(link)
+            # engines of one host must not all come back in the same instant
+            elif not self._closing.wait(pause * random.uniform(0.5, 1.0)):  # noqa: S311
+                pause = min(pause * 2, self.settings.retry_max)
+
+    def _attempt(self) -> Link | None:
+        try:
+            with Control(self.address, self.settings.deadline) as control:
+                welcome = control.hello()
+            link = Link.register(welcome.socket, self.engine, self.settings.deadline)
+        except ServerUnavailable as error:
+            self._failed(error)
+        except ProtocolError as error:
+            self._failed(error)
+            self._refused(error)
+        else:
+            self.refusal = None
+            self._link = link
+            log.info("registered at %s, epoch %s, chunk size %d", self.address, link.epoch, link.chunk_size)
+            return link
+        return None
+
+    def _failed(self, error: LMCacheError) -> None:
+        if str(error) != str(self._why):  # one line a cause, not one an attempt
+            log.warning("goes on without the cache: %s", error)
+        self._why = error
+
+    def _refused(self, error: ProtocolError) -> None:
+        if isinstance(error, Refused) and error.code == ErrorCode.STOPPING:
+            return
+        if self.refusal is None or str(self.refusal) != str(error):
+            self.refusal = error
+            if self._on_refused:
+                self._on_refused(error)
+
+    def _watch(self, link: Link) -> None:
+        """Return when the link has ended: by end of file, by somebody giving it up, or because the client closes."""
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        with contextlib.suppress(ValueError):  # it has ended already: its descriptor is closed
+            poll.register(link.socket, select.POLLRDHUP)
+        while link.alive and not self._closing.is_set():
+            # a link given up by another thread closes its descriptor, which this wait does not see: look now and then
+            for descriptor, events in poll.poll(200):
+                if descriptor != self._woken.fileno() and events & _STOPPED:
+                    link.close()
+        link.close()
+        self._link = None
+        if not self._closing.is_set():
+            self._why = ServerUnavailable("the link has ended")
+            log.warning("the link to the lmcache server at %s has ended; registering again", self.address)
+            time.sleep(self.settings.retry_min)

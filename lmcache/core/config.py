@@ -1,0 +1,86 @@
+"""The server's settings, checked once, before anything is opened."""
+
+import ipaddress
+import mmap
+
+import attrs
+
+from lmcache.core.memory import total_memory
+from lmcache.errors import ConfigError, MemoryLimitError
+
+GIB = 1 << 30
+KIB = 1 << 10
+
+
+def _check_port(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
+    if not 0 <= value <= 65535:
+        raise ConfigError(f"--port {value} is no TCP port", remedy="use 1 to 65535, or 0 for any free one")
+
+
+def _check_host(_: object, attribute: "attrs.Attribute[str]", value: str) -> None:
+    try:
+        loopback = value == "localhost" or ipaddress.ip_address(value).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise ConfigError(
+            f"--host {value} is not a loopback address, and this version does not authenticate its peers",
+            remedy="use 127.0.0.1; engines must run on the same host",
+        )
+
+
+@attrs.frozen
+class ServerConfig:
+    """What `lmcache server` was asked for."""
+
+    host: str = attrs.field(default="127.0.0.1", validator=_check_host)
+    """Loopback only."""
+    port: int = attrs.field(default=5555, validator=_check_port)
+    """TCP; 0 takes a free one."""
+    chunk_size: int | None = None
+    """Tokens, strict for every engine; None lets each geometry take the smallest fit from 256 on."""
+    l1_bytes: int = GIB
+    """Size of the arena, rounded down to whole cells."""
+    cell_bytes: int = 1 << 20
+    """Size of a cell."""
+    max_workers: int = 2
+    """I/O threads: they put memory behind the arena."""
+    socket_dir: str | None = None
+    """Folder for the Unix socket; None uses the abstract namespace, which leaves no file."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ConfigError(
+                f"--chunk-size {self.chunk_size} is not positive", remedy="give a number of tokens, like 256"
+            )
+        if self.max_workers < 1:
+            raise ConfigError(f"--max-workers {self.max_workers} is not positive", remedy="use at least 1")
+        if self.cell_bytes < mmap.PAGESIZE or self.cell_bytes % mmap.PAGESIZE:
+            raise ConfigError(
+                f"--l1-cell-kb {self.cell_bytes / KIB:g} is not a multiple of the host's memory page of {mmap.PAGESIZE // KIB} KiB",
+                remedy="use 1024 unless every object is much smaller",
+            )
+        if self.l1_bytes < self.cell_bytes:
+            raise ConfigError(
+                f"--l1-size-gb {self.l1_bytes / GIB:g} holds no cell of {self.cell_bytes // KIB} KiB",
+                remedy="give more memory, or smaller cells with --l1-cell-kb",
+            )
+
+    @property
+    def cells(self) -> int:
+        """Cells that the arena grows to."""
+        return self.l1_bytes // self.cell_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena: whole cells."""
+        return self.cells * self.cell_bytes
+
+    def check_memory(self) -> None:
+        """Raise MemoryLimitError when this host or container could never hold the arena."""
+        total = total_memory()
+        if self.l1_bytes > total.bytes:
+            raise MemoryLimitError(
+                f"--l1-size-gb {self.l1_bytes / GIB:g} is more than {total.source}, {total.bytes / GIB:.1f} GB",
+                remedy=f"use at most {max(0.1, total.bytes / GIB * 0.8):.1f}, or give it more memory",
+            )

@@ -1,0 +1,124 @@
+"""One client's Unix connection, as the server sees it: framing and buffering, without a thought about content.
+
+The connection is the client's liveness: when it ends, in whatever way, the client is dead.
+"""
+
+import array
+import itertools
+import os
+import socket
+import struct
+
+from lmcache.core.index import Namespace
+from lmcache.core.protocol import MAX_FRAME, Message, Role, encode
+from lmcache.errors import ProtocolError
+
+LENGTH = struct.Struct("<I")
+"""Precedes every message on a stream."""
+
+MAX_UNSENT = 4 * MAX_FRAME
+"""Bytes of answers kept for a client that does not read; more ends its connection."""
+
+_CREDENTIALS = struct.Struct("3i")
+_READ = 1 << 18
+_numbers = itertools.count(1)
+
+
+class ConnectionEnded(Exception):
+    """The peer closed, reset, hung up or overran its limits; the message says which."""
+
+
+class Connection:
+    """A non-blocking stream of messages to one client. All methods are the server thread's."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self.owner = next(_numbers)
+        """The server's number for this client: never used twice."""
+        self.namespace: Namespace | None = None
+        """Set by `Register`."""
+        self.role = Role.SCHEDULER
+        self.rank = 0
+        self.pid, self.uid, _ = _CREDENTIALS.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        self._received = bytearray()
+        self._unsent = bytearray()
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the peer may map the arena: the server's own user, or root. Abstract sockets have no permissions."""
+        return self.uid in (os.geteuid(), 0)
+
+    @property
+    def unsent(self) -> bool:
+        """Whether answers wait for the client to read."""
+        return bool(self._unsent)
+
+    def receive(self) -> list[bytes]:
+        """Every whole message that has arrived. Raises ConnectionEnded, ProtocolError for a frame that is too large."""
+        ended = ""
+        try:
+            while data := self.socket.recv(_READ):
+                self._received += data
+                if len(data) < _READ:
+                    break
+            else:
+                ended = "closed"
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            ended = str(error)
+        messages = self._split()
+        if ended and not messages:
+            raise ConnectionEnded(ended)  # else: the end is seen again, after these were answered
+        return messages
+
+    def _split(self) -> list[bytes]:
+        messages, start = [], 0
+        while len(self._received) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._received, start)
+            if length > MAX_FRAME:
+                raise ProtocolError(f"a frame of {length} bytes; {MAX_FRAME} are allowed")
+            if len(self._received) - start - LENGTH.size < length:
+                break
+            start += LENGTH.size
+            messages.append(bytes(self._received[start : start + length]))
+            start += length
+        del self._received[:start]
+        return messages
+
+    def send(self, message: Message, descriptor: int | None = None) -> None:
+        """Queue an answer and send what the socket takes; `descriptor` rides on its first byte. Raises ConnectionEnded."""
+        body = encode(message)
+        self._unsent += LENGTH.pack(len(body)) + body
+        if descriptor is not None:
+            # registration is the first answer of a connection, so nothing is queued before it
+            self._sent(self._send_with(descriptor))
+        self.flush()
+
+    def _send_with(self, descriptor: int) -> int:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        try:
+            return self.socket.sendmsg([self._unsent], ancillary)
+        except OSError as error:
+            raise ConnectionEnded(str(error)) from error
+
+    def flush(self) -> None:
+        """Send what the socket takes of what is queued. Raises ConnectionEnded."""
+        try:
+            while self._unsent:
+                self._sent(self.socket.send(self._unsent))
+        except BlockingIOError:
+            if len(self._unsent) > MAX_UNSENT:
+                raise ConnectionEnded(f"{len(self._unsent)} bytes of answers unread") from None
+        except OSError as error:
+            raise ConnectionEnded(str(error)) from error
+
+    def _sent(self, count: int) -> None:
+        del self._unsent[:count]
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()

@@ -1,0 +1,146 @@
+"""The torch-free client of commands: asks the server over TCP, without registering. Needs no arena and no Unix socket."""
+
+import itertools
+import socket
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import attrs
+import zmq
+
+from lmcache import __version__
+from lmcache.core.protocol import (
+    PROTOCOL,
+    Error,
+    ErrorCode,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Status,
+    StatusReport,
+    Welcome,
+    decode_reply,
+    encode,
+)
+from lmcache.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused, ServerUnavailable, VersionMismatch
+
+ReplyT = TypeVar("ReplyT", bound=Message)
+
+IDLE_POLL_SECONDS = 0.01
+
+
+@attrs.frozen
+class ServerAddress:
+    """Where a server's TCP port is."""
+
+    host: str = "127.0.0.1"
+    port: int = 5555
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str, default_port: int = 5555) -> "ServerAddress":
+        """Read `host`, `host:port`, either after `tcp://`, or an IPv6 host in brackets. Raises ConfigError."""
+        rest = text.removeprefix("tcp://")
+        host, colon, port = rest.rpartition(":")
+        if not colon or rest.endswith("]"):
+            host, port = rest, str(default_port)
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536 or (":" in host and not host.startswith("[")):
+            raise ConfigError(f"{text!r} is no server address", remedy="write HOST, HOST:PORT or tcp://HOST:PORT")
+        return cls(host.strip("[]"), int(port))
+
+    @property
+    def endpoint(self) -> str:
+        """As ZeroMQ wants it."""
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+class Control:
+    """One conversation over TCP. Not thread-safe. Every call ends within `deadline` seconds, with an answer or an error."""
+
+    def __init__(self, address: ServerAddress, deadline: float = 2.0) -> None:
+        self.address = address
+        self.deadline = deadline
+        self._ids = itertools.count(1)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, ":" in address.host)
+        self._socket.connect(address.endpoint)
+
+    def hello(self) -> Welcome:
+        """Who answers there, and where its Unix socket is. Raises ServerUnavailable, VersionMismatch, ProtocolError."""
+        return self._call(Hello(next(self._ids), PROTOCOL, __version__), Welcome)
+
+    def ping(self) -> float:
+        """Seconds that a round trip took."""
+        started = time.perf_counter()
+        self._call(Ping(next(self._ids)), Pong)
+        return time.perf_counter() - started
+
+    def status(self) -> dict[str, Any]:
+        """The server's report; `core/metrics.py` documents its numbers."""
+        return self._call(Status(next(self._ids)), StatusReport).report
+
+    def wait_idle(self, timeout: float = 60.0, on_progress: Callable[[int], None] | None = None) -> None:
+        """Return when no store is in flight; `on_progress` hears how many are. Raises DeadlineExceeded after `timeout` s."""
+        until = time.monotonic() + timeout
+        while in_flight := self.status()["gauges"]["reservations"]:
+            if on_progress:
+                on_progress(in_flight)
+            if time.monotonic() > until:
+                raise DeadlineExceeded(
+                    f"{in_flight} stores are still in flight at {self.address} after {timeout:g} s",
+                    remedy="look for a stopped engine with lmcache status, or wait longer with --timeout",
+                )
+            time.sleep(IDLE_POLL_SECONDS)
+
+    def _call(self, request: Message, kind: type[ReplyT]) -> ReplyT:
+        self._socket.send(encode(request))
+        until = time.monotonic() + self.deadline
+        while (remaining := until - time.monotonic()) > 0 and self._socket.poll(int(remaining * 1000) + 1):
+            frames = self._socket.recv_multipart()
+            reply = decode_reply(frames[-1])
+            if reply.id == request.id:
+                return _expect(reply, kind)
+        raise self._unanswered()
+
+    def _unanswered(self) -> ServerUnavailable:
+        try:
+            socket.create_connection((self.address.host, self.address.port), timeout=self.deadline).close()
+        except OSError as error:
+            return ServerUnavailable(
+                f"no lmcache server at {self.address}: {error.strerror or error}",
+                remedy="start one with `lmcache server`, or name another with --host and --port",
+            )
+        return DeadlineExceeded(
+            f"what listens at {self.address} did not answer as an lmcache server within {self.deadline:g} s",
+            remedy="it is another program (choose another --port), or a server that has been stopped",
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+        self._context.term()
+
+    def __enter__(self) -> "Control":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _expect(reply: Message, kind: type[ReplyT]) -> ReplyT:
+    if isinstance(reply, Error):
+        if reply.code == ErrorCode.VERSION:
+            raise VersionMismatch(reply.message, remedy=reply.remedy)
+        raise Refused(reply.message, code=reply.code, remedy=reply.remedy)
+    if not isinstance(reply, kind):
+        raise ProtocolError(f"{type(reply).__name__} in answer to a request for {kind.__name__}")
+    return reply

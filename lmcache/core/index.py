@@ -1,0 +1,157 @@
+"""The index: namespaces and the tree of chunk nodes in each. Structure only; `core/cache.py` decides what happens to it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from lmcache.core.keys import ChainHash, NamespaceDigest
+from lmcache.geometry.groups import Geometry
+from lmcache.geometry.layout import object_layout
+
+
+class Node:
+    """One chunk of one prompt: the entry of the index. A `policy.ChunkNode`."""
+
+    __slots__ = (
+        "namespace", "hash", "parent", "depth", "tenant", "cells", "sealed", "shards", "writing", "pins",
+        "live_children", "first_child", "last_child", "next_sibling", "previous_sibling", "doomed", "policy_state",
+    )  # fmt: skip
+
+    def __init__(self, namespace: "Namespace", chain_hash: ChainHash, parent: "Node | None", tenant: str) -> None:
+        self.namespace = namespace
+        self.hash = chain_hash
+        self.parent = parent
+        self.depth: int = parent.depth + 1 if parent else 0
+        self.tenant = tenant
+        self.cells = 0  # written and being written
+        self.sealed = 0  # bit g: every shard of group g is committed, so its object may be read
+        self.shards: list[bytes | None] = [None] * namespace.slots  # packed cells of each committed shard
+        self.writing = 0  # bit s: slot s is reserved and not committed
+        self.pins = 0
+        self.live_children = 0  # children that are not doomed
+        self.first_child: Node | None = None  # the oldest
+        self.last_child: Node | None = None
+        self.next_sibling: Node | None = None
+        self.previous_sibling: Node | None = None
+        self.doomed = False  # chosen as a victim in the selection that is going on
+        self.policy_state: Any = None
+
+    def __repr__(self) -> str:
+        return f"<Node {self.hash.hex()[:8]} depth {self.depth} sealed {self.sealed:b} pins {self.pins}>"
+
+    @property
+    def evictable(self) -> bool:
+        """Nobody reads it, nobody writes it, nothing that stays hangs below it, and it has not been chosen yet."""
+        return not (self.pins or self.writing or self.live_children or self.doomed)
+
+    @property
+    def empty(self) -> bool:
+        """It holds no bytes, nobody is about to give it any, and nothing hangs below it."""
+        return not (self.cells or self.writing or self.pins or self.first_child)
+
+    def link(self) -> None:
+        """Become the youngest child of the parent, if there is one."""
+        parent = self.parent
+        if parent is None:
+            return
+        self.previous_sibling = parent.last_child
+        if parent.last_child:
+            parent.last_child.next_sibling = self
+        else:
+            parent.first_child = self
+        parent.last_child = self
+        parent.live_children += 1
+
+    def unlink(self) -> None:
+        """Leave the parent's children."""
+        parent = self.parent
+        if parent is None:
+            return
+        if self.previous_sibling:
+            self.previous_sibling.next_sibling = self.next_sibling
+        else:
+            parent.first_child = self.next_sibling
+        if self.next_sibling:
+            self.next_sibling.previous_sibling = self.previous_sibling
+        else:
+            parent.last_child = self.previous_sibling
+        if not self.doomed:
+            parent.live_children -= 1
+        self.next_sibling = self.previous_sibling = None
+
+    def doom(self) -> None:
+        """Choose as a victim: its parent may be chosen next."""
+        self.doomed = True
+        if self.parent:
+            self.parent.live_children -= 1
+
+    def spare(self) -> None:
+        """Undo `doom`."""
+        self.doomed = False
+        if self.parent:
+            self.parent.live_children += 1
+
+    def chain(self) -> Iterator["Node"]:
+        """This node and its ancestors, up to the root."""
+        node: Node | None = self
+        while node:
+            yield node
+            node = node.parent
+
+    def postorder(self) -> Iterator["Node"]:
+        """The tree below and including this node: every node after its descendants, older branches first. Lazy."""
+        node = self._oldest_leaf()
+        while node is not self:
+            yield node
+            if node.next_sibling:
+                node = node.next_sibling._oldest_leaf()
+            else:
+                assert node.parent is not None  # only `self` may be a root here
+                node = node.parent
+        yield self
+
+    def _oldest_leaf(self) -> "Node":
+        node = self
+        while node.first_child:
+            node = node.first_child
+        return node
+
+
+class Namespace:
+    """Engines whose bytes mean the same: one index, one geometry, one chunk size."""
+
+    def __init__(
+        self, digest: NamespaceDigest, facts: dict[str, str], geometry: Geometry, chunk_size: int, cell_bytes: int
+    ) -> None:
+        self.digest = digest
+        self.facts = facts
+        """In clear, for status and logs."""
+        self.geometry = geometry
+        self.chunk_size = chunk_size
+        self.nodes: dict[ChainHash, Node] = {}
+        self.object_cells = tuple(object_layout(group, chunk_size, cell_bytes).cells for group in geometry.groups)
+        """For each group, the cells of one shard's object."""
+        self._first_slot: list[int] = []
+        slots = 0
+        for group in geometry.groups:
+            self._first_slot.append(slots)
+            slots += group.shards if group.cached else 0
+        self.slots = slots
+        """Shards of all cached groups together: the length of `Node.shards`."""
+        self._group_masks = tuple(
+            ((1 << group.shards) - 1) << first if group.cached else 0
+            for group, first in zip(geometry.groups, self._first_slot, strict=True)
+        )
+
+    @property
+    def chunk_cells(self) -> int:
+        """Cells of one chunk, over all groups and shards."""
+        return sum(c * g.shards for c, g in zip(self.object_cells, self.geometry.groups, strict=True))
+
+    def slot(self, group: int, shard: int) -> int:
+        """Position of a group's shard in `Node.shards`."""
+        return self._first_slot[group] + shard
+
+    def group_committed(self, node: Node, group: int) -> bool:
+        """Whether every shard of `group` is committed in `node`."""
+        first = self._first_slot[group]
+        return None not in node.shards[first : first + self.geometry.groups[group].shards]

@@ -1,0 +1,79 @@
+"""How much memory the host and the container have: read before the arena takes any, so that it never dies of SIGBUS.
+
+Linux only. Figures are bytes.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+
+MARGIN = 128 << 20
+"""Left alone, always: the arena is not the only one that needs memory."""
+
+
+@attrs.frozen
+class MemoryFigure:
+    """An amount, and who says so."""
+
+    bytes: int
+    source: str
+
+
+def total_memory() -> MemoryFigure:
+    """The most this process could ever use: the host's memory or the tightest limit of a control group above it."""
+    figures = [MemoryFigure(_meminfo("MemTotal"), "the host's memory")]
+    figures += [MemoryFigure(limit, f"the container's limit ({path})") for path, limit, _ in _control_groups()]
+    return min(figures, key=lambda figure: figure.bytes)
+
+
+def available_memory() -> MemoryFigure:
+    """What could be taken now, less `MARGIN`; never negative."""
+    figures = [MemoryFigure(_meminfo("MemAvailable"), "memory available on the host")]
+    figures += [
+        MemoryFigure(limit - used, f"memory left under the container's limit ({path})")
+        for path, limit, used in _control_groups()
+    ]
+    tightest = min(figures, key=lambda figure: figure.bytes)
+    return MemoryFigure(max(0, tightest.bytes - MARGIN), tightest.source)
+
+
+def _meminfo(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/meminfo has no {name}")
+
+
+def _control_groups() -> Iterator[tuple[Path, int, int]]:
+    """(folder, limit, use that cannot be reclaimed) of each limited control group from this process's own to the root."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        while True:
+            figures = _read_group(folder, *names)
+            if figures:
+                yield folder, *figures
+            if folder == root:
+                break
+            folder = folder.parent
+
+
+def _read_group(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> tuple[int, int] | None:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        usage = int((folder / usage_name).read_text())
+        stat = (folder / "memory.stat").read_text()
+    except (OSError, ValueError):
+        return None  # the root group, or one that this mount does not show, limits nothing
+    if limit == "max" or int(limit) >= 1 << 60:
+        return None
+    reclaimable = next((int(row.split()[1]) for row in stat.splitlines() if row.startswith(f"{reclaimable_name} ")), 0)
+    return int(limit), usage - reclaimable

@@ -1,0 +1,41 @@
+"""Every number that the server reports, in one table each: name, unit, sentence."""
+
+import attrs
+
+
+def _counter(unit: str, sentence: str) -> int:
+    return attrs.field(default=0, metadata={"unit": unit, "sentence": sentence})  # type: ignore[no-any-return]
+
+
+@attrs.define
+class Counters:
+    """What only ever grows, since the server started."""
+
+    lookups: int = _counter("lookups", "lookups answered")
+    tokens_asked: int = _counter("tokens", "tokens in whole chunks that lookups asked for")
+    tokens_hit: int = _counter("tokens", "tokens that lookups promised")
+    loads_confirmed: int = _counter("tickets", "tickets that every rank has confirmed")
+    tickets_dropped: int = _counter("tickets", "tickets that ended before every rank had confirmed")
+    chunks_reserved: int = _counter("objects", "chunk shards whose cells were handed to a writer")
+    shards_committed: int = _counter("objects", "chunk shards written and published")
+    chunks_aborted: int = _counter("objects", "chunk shards given back unpublished, by an abort or a dead writer")
+    chunks_evicted: int = _counter("chunks", "chunks evicted to make room")
+    cells_evicted: int = _counter("cells", "cells that evictions freed")
+    requests_refused: int = _counter("requests", "requests answered with an error")
+    messages_malformed: int = _counter("messages", "messages that could not be read, on either transport")
+    clients_refused: int = _counter("clients", "Unix connections turned away")
+    internal_errors: int = _counter("errors", "faults of the server's own; each is in its log")
+
+
+GAUGES = {
+    "cells_total": ("cells", "cells that L1 can grow to"),
+    "cells_backed": ("cells", "cells that have memory now"),
+    "cells_used": ("cells", "cells that hold or are being given bytes"),
+    "cells_reserved": ("cells", "cells that writers are filling: quarantined until they commit, abort or die"),
+    "nodes": ("chunks", "chunks in the index"),
+    "pinned_nodes": ("chunks", "chunks that tickets hold"),
+    "tickets": ("tickets", "hits that are waiting to be loaded"),
+    "reservations": ("reservations", "stores in flight"),
+    "clients": ("clients", "registered clients"),
+}
+"""What goes up and down: name → (unit, sentence)."""

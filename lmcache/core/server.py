@@ -1,0 +1,375 @@
+"""The server: one thread that waits for messages on both transports, answers each, and notices who dies.
+
+`Server(config, policy)` opens everything or raises; `run()` serves until `stop()`; nothing is left behind after it, and
+what has a name (a socket under `--socket-dir`) is cleaned up by the next start.
+"""
+
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from lmcache import __version__
+from lmcache.core.arena import Backer, Mapping, create_segment
+from lmcache.core.config import ServerConfig
+from lmcache.core.connection import Connection, ConnectionEnded
+from lmcache.core.policy import EvictionPolicy
+from lmcache.core.protocol import (
+    MAX_FRAME,
+    PROTOCOL,
+    Error,
+    ErrorCode,
+    Hello,
+    Lookup,
+    Message,
+    Ping,
+    Pong,
+    Register,
+    Registered,
+    Request,
+    Reserve,
+    Role,
+    Status,
+    StatusReport,
+    Welcome,
+    decode_request,
+    encode,
+)
+from lmcache.core.service import HANDLERS, Service, check_version
+from lmcache.errors import ConfigError, ProtocolError, Refused
+
+log = logging.getLogger("lmcache.server")
+
+PARK_SECONDS = 0.5
+"""A store waits this long, at most, for memory to be put behind the arena; then it is placed in what there is."""
+
+DRAIN_SECONDS = 2.0
+"""A stopping server waits this long, at most, for stores in flight."""
+
+MAX_TCP_MESSAGE = 1 << 16
+"""Bytes: nothing long is said on TCP."""
+
+
+class Server:
+    """Opens port, socket and arena; raises ConfigError or MemoryLimitError before anything is served."""
+
+    def __init__(self, config: ServerConfig, policy: EvictionPolicy) -> None:
+        config.check_memory()
+        self.config = config
+        self.epoch = os.urandom(8).hex()
+        self._resources = contextlib.ExitStack()
+        self._connections: dict[int, Connection] = {}
+        self._parked: list[tuple[float, Connection, Reserve]] = []
+        self._stopping = 0.0
+        with contextlib.ExitStack() as opened:
+            self._open(opened, policy)
+            self._resources = opened.pop_all()
+
+    def _open(self, opened: contextlib.ExitStack, policy: EvictionPolicy) -> None:
+        config = self.config
+        self._router, self.port = opened.enter_context(_bind_router(config.host, config.port))
+        self._listener, self.socket_address = opened.enter_context(_listen(config.socket_dir, self.port, self.epoch))
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        opened.enter_context(self._wake_receiver)
+        opened.enter_context(self._wake_sender)
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._segment = create_segment(config.arena_bytes)
+        opened.callback(os.close, self._segment)
+        mapping = Mapping(self._segment, config.arena_bytes)
+        opened.callback(mapping.close)
+        backer = Backer(mapping, config.max_workers, self.wake)
+        opened.callback(backer.close)
+        # ids of one boot never meet those of another, should a client mix them up in spite of the epoch
+        self.service = Service(
+            config, policy, backer, self.epoch, first_id=int.from_bytes(os.urandom(5), "little") << 20
+        )
+        self._selector = opened.enter_context(selectors.DefaultSelector())
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._woken)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._router.fileno(), selectors.EVENT_READ, _nothing)
+
+    @property
+    def address(self) -> str:
+        """`host:port`, the port being the one that was bound."""
+        return f"{self.config.host}:{self.port}"
+
+    # ------------------------------------------------------------------------------------------------------- the loop
+
+    def run(self) -> None:
+        """Serve until `stop`, then drain and close everything. Call once, from any one thread."""
+        collecting = gc.isenabled()
+        gc.disable()  # a full collection takes 0.3 s at a million chunks, and the index makes no cycles that it leaves
+        try:
+            self.service.keep_ahead()
+            while not self._finished():
+                for key, mask in self._selector.select(self._timeout()):
+                    key.data(mask)
+                self._retry_parked()
+                self._drain_router()
+        finally:
+            self.close()
+            if collecting:
+                gc.enable()
+
+    def stop(self) -> None:
+        """Ask the loop to end; safe in a signal handler and from any thread."""
+        self._stopping = self._stopping or time.monotonic()
+        self.wake()
+
+    def close(self) -> None:
+        """Close everything. Clients see the end of their connections. Idempotent."""
+        for connection in list(self._connections.values()):
+            self._end(connection, "the server is stopping")
+        self._resources.close()
+
+    def wake(self) -> None:
+        """Make the loop look around; from any thread."""
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake; closed: it has ended
+            self._wake_sender.send(b"w")
+
+    def _woken(self, _: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_receiver.recv(4096):
+                pass
+        self.service.collect_backed()
+
+    def _finished(self) -> bool:
+        if not self._stopping:
+            return False
+        return not self.service.cache.reservations or time.monotonic() > self._stopping + DRAIN_SECONDS
+
+    def _timeout(self) -> float | None:
+        if self._stopping:
+            return 0.05
+        return max(0.0, min(until for until, _, _ in self._parked) - time.monotonic()) if self._parked else None
+
+    # ------------------------------------------------------------------------------------------------ TCP: who is there
+
+    def _drain_router(self) -> None:
+        # the descriptor is edge-triggered: whatever woke the loop, ZeroMQ is asked until it has nothing more
+        while self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            frames = self._router.recv_multipart()
+            if len(frames) == 2:
+                self._send_tcp(frames[0], self._answer_tcp(frames[1]))
+            else:
+                self.service.cache.counters.messages_malformed += 1
+
+    def _send_tcp(self, peer: bytes, reply: Message) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the peer has gone, or does not read
+            self._router.send_multipart([peer, encode(reply)], zmq.NOBLOCK)
+
+    def _answer_tcp(self, data: bytes) -> Message:
+        try:
+            request = decode_request(data)
+        except ProtocolError as error:
+            self.service.cache.counters.messages_malformed += 1
+            return Error(0, ErrorCode.MALFORMED, str(error), "speak the lmcache protocol")
+        return self._guarded(request, self._tcp_reply) or Error(request.id, ErrorCode.INTERNAL, "no answer", "")
+
+    def _tcp_reply(self, request: Request) -> Message:
+        match request:
+            case Hello():
+                check_version(request.protocol, request.version)
+                return Welcome(request.id, PROTOCOL, __version__, self.epoch, self.socket_address)
+            case Ping():
+                return Pong(request.id, self.epoch)
+            case Status():
+                return StatusReport(request.id, self._report())
+        raise Refused(
+            f"{type(request).__name__} is for the Unix socket",
+            code=ErrorCode.UNREGISTERED,
+            remedy="engines must run on the server's host and share its network namespace, or --socket-dir",
+        )
+
+    def _report(self) -> dict[str, Any]:
+        clients = [
+            {"role": c.role.value, "rank": c.rank, "pid": c.pid, "namespace": c.namespace.digest.hex()}
+            for c in self._connections.values()
+            if c.namespace
+        ]
+        return {"address": self.address, "pid": os.getpid(), **self.service.report(clients)}
+
+    # --------------------------------------------------------------------------------------------- Unix: who does things
+
+    def _accept(self, _: int) -> None:
+        try:
+            accepted, _address = self._listener.accept()
+        except OSError as error:  # it went away again, or descriptors have run out: others must be served
+            log.warning("a client could not be accepted: %s", error)
+            return
+        connection = Connection(accepted)
+        self._connections[connection.owner] = connection
+        self._selector.register(accepted, selectors.EVENT_READ, lambda mask: self._ready(connection, mask))
+        if not connection.trusted:
+            self.service.cache.counters.clients_refused += 1
+            self._end(connection, f"its user {connection.uid} is not the server's")
+
+    def _ready(self, connection: Connection, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                connection.flush()
+            if mask & selectors.EVENT_READ:
+                for data in connection.receive():
+                    self._answer_unix(connection, data)
+            self._watch(connection)
+        except ConnectionEnded as error:
+            self._end(connection, str(error))
+        except ProtocolError as error:
+            self.service.cache.counters.messages_malformed += 1
+            with contextlib.suppress(ConnectionEnded):
+                connection.send(Error(0, ErrorCode.MALFORMED, str(error), "speak the lmcache protocol"))
+            self._end(connection, str(error))
+
+    def _watch(self, connection: Connection) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if connection.owner in self._connections and self._selector.get_key(connection.socket).events != events:
+            self._selector.modify(connection.socket, events, self._selector.get_key(connection.socket).data)
+
+    def _answer_unix(self, connection: Connection, data: bytes) -> None:
+        request = decode_request(data)
+        reply = self._guarded(request, lambda r: self._unix_reply(connection, r))
+        if reply is not None:
+            descriptor = self._segment if isinstance(reply, Registered) and connection.role is Role.WORKER else None
+            connection.send(reply, descriptor)
+
+    def _unix_reply(self, connection: Connection, request: Request) -> Message | None:
+        if self._stopping and isinstance(request, Register | Reserve | Lookup):
+            raise Refused("the server is stopping", code=ErrorCode.STOPPING, remedy="wait for its successor")
+        if isinstance(request, Reserve):
+            return self._reserve(connection, request)
+        handler = HANDLERS.get(type(request))
+        if handler is None:
+            return self._tcp_reply(request)
+        reply: Message = handler(self.service, connection, request)
+        if isinstance(request, Register):
+            namespace = connection.namespace
+            assert namespace is not None
+            log.info(
+                "%s %d (pid %d) registered in namespace %s, chunk size %d",
+                connection.role.value, connection.rank, connection.pid, namespace.digest.hex(), namespace.chunk_size,
+            )  # fmt: skip
+        return reply
+
+    def _reserve(self, connection: Connection, request: Reserve) -> Message | None:
+        reply = self.service.reserve(connection, request, final=False)
+        if reply is None:
+            self._parked.append((time.monotonic() + PARK_SECONDS, connection, request))
+        return reply
+
+    def _retry_parked(self) -> None:
+        parked, self._parked = self._parked, []
+        for until, connection, request in parked:
+            if connection.owner not in self._connections:
+                continue
+            final = time.monotonic() >= until or bool(self._stopping)
+            reply = self._guarded(request, lambda r, c=connection, f=final: self.service.reserve(c, r, final=f))  # type: ignore[misc]
+            if reply is None:
+                self._parked.append((until, connection, request))
+                continue
+            try:
+                connection.send(reply)
+                self._watch(connection)
+            except ConnectionEnded as error:
+                self._end(connection, str(error))
+
+    def _guarded(self, request: Request, answer: Callable[[Any], Message | None]) -> Message | None:
+        """The answer, or the error that the request has met: one request can never hurt another."""
+        counters = self.service.cache.counters
+        try:
+            return answer(request)
+        except Refused as error:
+            counters.requests_refused += 1
+            return Error(request.id, error.code, error.args[0], error.remedy)
+        except ConnectionEnded:
+            raise
+        except Exception as error:  # whatever it is, it is logged in full, counted, and answered
+            counters.internal_errors += 1
+            log.exception("%s failed", type(request).__name__)
+            return Error(request.id, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", "see the server's log")
+
+    def _end(self, connection: Connection, reason: str) -> None:
+        if self._connections.pop(connection.owner, None) is None:
+            return
+        self._selector.unregister(connection.socket)
+        connection.close()
+        # only now, with the liveness channel ended, may what it was writing go to others
+        self.service.cache.owner_gone(connection.owner)
+        log.info("%s %d (pid %d) left: %s", connection.role.value, connection.rank, connection.pid, reason)
+
+
+def _nothing(_: int) -> None:
+    """The loop asks ZeroMQ itself, after every wake-up."""
+
+
+@contextlib.contextmanager
+def _bind_router(host: str, port: int) -> Iterator[tuple["zmq.Socket[bytes]", int]]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.MAXMSGSIZE, min(MAX_TCP_MESSAGE, MAX_FRAME))
+        router.setsockopt(zmq.IPV6, ":" in host)
+        try:
+            router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}",
+                remedy="stop what uses the port, or choose another with --port",
+            ) from error
+        yield router, int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+
+@contextlib.contextmanager
+def _listen(folder: str | None, port: int, epoch: str) -> Iterator[tuple[socket.socket, str]]:
+    """The Unix socket: abstract, or a file under a lock that tells a dead server's leavings from a live one's."""
+    with contextlib.ExitStack() as opened, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        if folder is None:
+            address = f"@lmcache-{epoch}"
+            listener.bind("\0" + address[1:])
+        else:
+            address = str(opened.enter_context(_socket_file(Path(folder), port)))
+            listener.bind(address)
+        listener.listen(128)
+        listener.setblocking(False)
+        yield listener, address
+
+
+@contextlib.contextmanager
+def _socket_file(folder: Path, port: int) -> Iterator[Path]:
+    with _locked(folder, folder / f"lmcache-{port}.lock"):
+        path = folder.absolute() / f"lmcache-{port}.sock"
+        path.unlink(missing_ok=True)  # a killed server's: the lock proves that nobody listens there
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, path: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"--socket-dir {folder}: {error.strerror}", remedy="give a folder that can be written"
+        ) from error
+    with contextlib.closing(os.fdopen(lock, "rb")):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # a server that ended just now may have taken the file away under our hands
+            current = os.stat(path).st_ino == os.fstat(lock).st_ino
+        except OSError:
+            current = False
+        if not current:
+            raise ConfigError(f"--socket-dir {folder} is in use by another server", remedy="give another folder")
+        yield
+        path.unlink(missing_ok=True)

@@ -1,0 +1,266 @@
+"""What the server does with a request: one method a message, from a registered connection and the cache to a reply.
+
+No sockets here. The server's one thread calls it.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lmcache import __version__
+from lmcache.core.arena import Backer
+from lmcache.core.cache import Cache
+from lmcache.core.cells import CellAllocator
+from lmcache.core.config import ServerConfig
+from lmcache.core.connection import Connection
+from lmcache.core.index import Namespace
+from lmcache.core.keys import HASH_BYTES, namespace_digest, split_hashes
+from lmcache.core.policy import EvictionPolicy
+from lmcache.core.protocol import (
+    PROTOCOL,
+    Abort,
+    Commit,
+    Confirm,
+    Confirmed,
+    Done,
+    Drop,
+    ErrorCode,
+    Found,
+    Lookup,
+    Open,
+    Opened,
+    Register,
+    Registered,
+    Reserve,
+    Reserved,
+)
+from lmcache.errors import GeometryError, Refused
+from lmcache.geometry.chunking import check_chunk_size, default_chunk_size
+from lmcache.geometry.fingerprint import geometry_facts
+
+AHEAD_BYTES = 256 << 20
+"""Free memory kept behind the arena before anybody asks for it, so that stores rarely wait for the kernel."""
+
+
+class Service:
+    """The cache, the memory behind it, and the rules for who may ask what."""
+
+    def __init__(self, config: ServerConfig, policy: EvictionPolicy, backer: Backer, epoch: str, first_id: int) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.cache = Cache(CellAllocator(config.cells), policy, first_id=first_id)
+        self._backer = backer
+        self._started = time.monotonic()
+
+    # ---------------------------------------------------------------------------------------------------- registering
+
+    def register(self, connection: Connection, request: Register) -> Registered:
+        """Bind the connection to its namespace. Raises Refused, with the geometry's own words."""
+        check_version(request.protocol, "")
+        if connection.namespace is not None:
+            raise Refused("this connection is registered already", code=ErrorCode.MALFORMED, remedy="open another")
+        geometry = request.geometry
+        if not 0 <= request.rank < geometry.ranks:
+            raise Refused(f"rank {request.rank} of {geometry.ranks}", code=ErrorCode.MALFORMED, remedy="count from 0")
+        namespace = self._namespace(request)
+        connection.namespace, connection.role, connection.rank = namespace, request.role, request.rank
+        return Registered(
+            request.id,
+            self.epoch,
+            namespace.digest,
+            namespace.chunk_size,
+            self.config.cell_bytes,
+            self.config.arena_bytes,
+        )
+
+    def _namespace(self, request: Register) -> Namespace:
+        geometry, model = request.geometry, request.facts.get("model", "")
+        try:
+            if self.config.chunk_size is not None:
+                check_chunk_size(geometry, self.config.chunk_size, model)
+            chunk_size = self.config.chunk_size or default_chunk_size(geometry)
+            facts = {**request.facts, **geometry_facts(geometry, chunk_size)}
+            digest = namespace_digest(facts)
+            known = self.cache.namespaces.get(digest)
+            if known:
+                return known
+            namespace = Namespace(digest, facts, geometry, chunk_size, self.config.cell_bytes)
+            self._check_size(namespace, model)
+        except GeometryError as error:
+            raise Refused(error.args[0], code=ErrorCode.GEOMETRY, remedy=error.remedy) from error
+        self.cache.namespaces[digest] = namespace
+        return namespace
+
+    def _check_size(self, namespace: Namespace, model: str) -> None:
+        # half of L1 is the most that one engine's tickets may pin, so a chunk beyond that could never be loaded
+        if namespace.chunk_cells * 2 > self.config.cells:
+            cell = self.config.cell_bytes
+            raise GeometryError(
+                f"a chunk of {namespace.chunk_size} tokens of {model or 'this engine'} takes {namespace.chunk_cells} cells of "
+                f"{cell >> 10} KiB over all ranks, and L1 has {self.config.cells}",
+                remedy=f"give L1 at least {namespace.chunk_cells * 2 * cell / (1 << 30):.3f} GB with --l1-size-gb, or smaller "
+                "cells with --l1-cell-kb",
+            )
+
+    # -------------------------------------------------------------------------------------------------------- storing
+
+    def reserve(self, connection: Connection, request: Reserve, *, final: bool) -> Reserved | None:
+        """None: more memory is being put behind the arena; ask again when it has come, the last time with `final`."""
+        namespace = self._registered(connection)
+        groups = namespace.geometry.groups
+        if not (0 <= request.group < len(groups) and groups[request.group].cached):
+            raise _malformed(f"group {request.group} is not a cached one of {len(groups)}")
+        if not 0 <= request.shard < groups[request.group].shards:
+            raise _malformed(f"shard {request.shard} of {groups[request.group].shards}")
+        if len(request.parent) not in (0, HASH_BYTES):
+            raise _malformed(f"a parent hash of {len(request.parent)} bytes")
+        hashes = self._hashes(request.hashes)
+        wanted = len(hashes) * namespace.object_cells[request.group]
+        if self._grow(wanted) and not final:
+            return None
+        done = self.cache.reserve(
+            connection.owner, namespace, request.tenant, request.parent, hashes, request.group, request.shard
+        )
+        self.keep_ahead()
+        return Reserved(request.id, done.reservation, done.placed, done.cells, self._backed)
+
+    def commit(self, connection: Connection, request: Commit) -> Done:
+        """Publish what the reservation's owner has written."""
+        self.cache.commit(connection.owner, request.reservation)
+        return Done(request.id)
+
+    def abort(self, connection: Connection, request: Abort) -> Done:
+        """Give a reservation back."""
+        self.cache.abort(connection.owner, request.reservation)
+        return Done(request.id)
+
+    # -------------------------------------------------------------------------------------------------------- loading
+
+    def lookup(self, connection: Connection, request: Lookup) -> Found:
+        """Answer with the longest hit, pinned."""
+        namespace = self._registered(connection)
+        ticket = self.cache.lookup(connection.owner, namespace, self._hashes(request.hashes), max(0, request.limit))
+        return Found(request.id, ticket.id, ticket.hit.tokens) if ticket else Found(request.id, 0, 0)
+
+    def open(self, connection: Connection, request: Open) -> Opened:
+        """Tell a worker where its part of a hit lies."""
+        namespace = self._registered(connection)
+        if request.epoch != self.epoch:
+            raise Refused(
+                f"ticket {request.ticket} is of server boot {request.epoch}, this is {self.epoch}",
+                code=ErrorCode.STALE,
+                remedy="look up again",
+            )
+        hit, cells = self.cache.open(request.ticket, namespace, connection.rank)
+        return Opened(request.id, hit.tokens, [needs.start for needs in hit.needs], cells, self._backed)
+
+    def confirm(self, connection: Connection, request: Confirm) -> Confirmed:
+        """Say whether a load may count."""
+        namespace = self._registered(connection)
+        held = request.epoch == self.epoch and self.cache.confirm(request.ticket, namespace, connection.rank)
+        return Confirmed(request.id, held)
+
+    def drop(self, connection: Connection, request: Drop) -> Done:
+        """End a ticket early."""
+        self.cache.drop(connection.owner, request.ticket)
+        return Done(request.id)
+
+    # --------------------------------------------------------------------------------------------------------- memory
+
+    @property
+    def _backed(self) -> int:
+        return self.cache.allocator.backed
+
+    def collect_backed(self) -> None:
+        """Hand the cells that have got memory to the allocator. Called after the backer has reported progress."""
+        self.cache.allocator.back(self._backer.backed // self.config.cell_bytes)
+
+    def keep_ahead(self) -> None:
+        """Have memory put behind the arena before it is needed."""
+        self._grow(AHEAD_BYTES // self.config.cell_bytes)
+
+    def _grow(self, free_cells: int) -> bool:
+        """Ask for memory until `free_cells` are free; True when that is not so yet and more is on its way."""
+        missing = free_cells - self.cache.allocator.free
+        if missing <= 0 or self._backer.complete:
+            return False
+        return self._backer.request(self._backer.backed + missing * self.config.cell_bytes)
+
+    # --------------------------------------------------------------------------------------------------------- common
+
+    def _registered(self, connection: Connection) -> Namespace:
+        if connection.namespace is None:
+            raise Refused(
+                "this connection is not registered", code=ErrorCode.UNREGISTERED, remedy="send Register first"
+            )
+        return connection.namespace
+
+    def _hashes(self, joined: bytes) -> list[Any]:
+        if len(joined) % HASH_BYTES:
+            raise _malformed(f"{len(joined)} bytes of hashes, {HASH_BYTES} each")
+        return split_hashes(joined)
+
+    def report(self, clients: list[dict[str, Any]]) -> dict[str, Any]:
+        """Everything `lmcache status` shows."""
+        cache, allocator = self.cache, self.cache.allocator
+        nodes = [node for namespace in cache.namespaces.values() for node in namespace.nodes.values()]
+        counters = {name: getattr(cache.counters, name) for name in cache.counters.__slots__ if name != "__weakref__"}
+        return {
+            "version": __version__,
+            "protocol": PROTOCOL,
+            "epoch": self.epoch,
+            "uptime_s": round(time.monotonic() - self._started, 3),
+            "eviction_policy": cache.policy.name,
+            "chunk_size": self.config.chunk_size,
+            "l1_bytes": self.config.arena_bytes,
+            "cell_bytes": self.config.cell_bytes,
+            "gauges": {
+                "cells_total": allocator.cells,
+                "cells_backed": allocator.backed,
+                "cells_used": allocator.used,
+                "cells_reserved": sum(
+                    len(r) for reservation in cache.reservations.values() for _, _, r in reservation.objects
+                )
+                // 4,
+                "nodes": len(nodes),
+                "pinned_nodes": sum(1 for node in nodes if node.pins),
+                "tickets": len(cache.tickets),
+                "reservations": len(cache.reservations),
+                "clients": len(clients),
+            },
+            "counters": counters,
+            "clients": clients,
+            "namespaces": [
+                {"digest": n.digest.hex(), "chunk_size": n.chunk_size, "chunks": len(n.nodes), "facts": n.facts}
+                for n in cache.namespaces.values()
+            ],
+        }
+
+
+def check_version(protocol: int, version: str) -> None:
+    """Refuse another protocol version, naming both."""
+    if protocol != PROTOCOL:
+        raise Refused(
+            f"the client{f' (lmcache {version})' if version else ''} speaks protocol {protocol}, this server (lmcache "
+            f"{__version__}) speaks {PROTOCOL}",
+            code=ErrorCode.VERSION,
+            remedy="install the same lmcache version on both sides",
+        )
+
+
+def _malformed(fact: str) -> Refused:
+    return Refused(fact, code=ErrorCode.MALFORMED, remedy="use the client of the same lmcache version")
+
+
+Handler = Callable[[Service, Connection, Any], Any]
+
+HANDLERS: dict[type, Handler] = {
+    Register: Service.register,
+    Commit: Service.commit,
+    Abort: Service.abort,
+    Lookup: Service.lookup,
+    Open: Service.open,
+    Confirm: Service.confirm,
+    Drop: Service.drop,
+}
+"""Requests that need a Unix connection and are answered at once. `Reserve` may have to wait for memory."""
