@@ -1,0 +1,78 @@
+# Every target sets up what it needs in .venv, once; nothing has to be installed before.
+#
+#   make demo        the main job on the reference engine: cold and cache-served, side by side
+#   make test        every test, those on a real vLLM included
+#   make check       format, lint, types, import contracts
+#   make docs        the docs site, in docs/_build/html
+#   make bench       costs beside the machine's own limits
+#   make demo-vllm   the main job on a real vLLM
+#   make clean       remove .venv and what was built
+#
+# Settings (make test NAME=value, or in the environment):
+#   PYTHON       the Python that .venv is made with: 3.11 or newer
+#   TORCH_INDEX  address of PyTorch's CPU wheel index, for machines where `pip install torch` takes a CUDA build of
+#                several GB (Linux on x86_64, as a rule); pytorch.org's "get started" page shows it
+#   PYTEST_ARGS  what to pass to pytest: PYTEST_ARGS="tests/cli -x"
+
+PYTHON ?= $(shell tools/find-python)
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --log $(VENV)/setup.log
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo demo-vllm bench test check docs clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+demo: $(VENV)/.light
+	$(BIN)/lmcache demo
+
+bench: $(VENV)/.light
+	$(BIN)/lmcache bench
+
+demo-vllm: $(VENV)/.vllm
+	@if [ -s $(VENV)/no-vllm ]; then cat $(VENV)/no-vllm; exit 1; fi
+	$(BIN)/lmcache demo --engine vllm
+
+test: $(VENV)/.dev $(VENV)/.vllm
+	@cat $(VENV)/no-vllm
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev
+	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+clean:
+	rm -rf $(VENV) docs/_build build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+# ------------------------------------------------------------------------------------------- set-up, a stamp for each step
+
+# The command line, the server and the reference engine: seconds.
+$(VENV)/.light: pyproject.toml tools/find-python
+	@[ -n "$(PYTHON)" ] || { tools/find-python; exit 1; }
+	@echo "setting up $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -e '.[numpy]'
+	@touch $@
+
+# Tests, linters, docs: well under a minute.
+$(VENV)/.dev: $(VENV)/.light
+	@echo "installing test and development tools"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+# A real vLLM: about four minutes. Leaves the reason in .venv/no-vllm, empty where vLLM is there.
+$(VENV)/.vllm: $(VENV)/.light tools/install-vllm
+	@TORCH_INDEX='$(TORCH_INDEX)' tools/install-vllm $(VENV)
+	@touch $@

@@ -1,0 +1,27 @@
+"""`lmcache plugins`: what is loaded, where it comes from, and what it brings."""
+
+import click
+
+from lmcache.cli.options import as_json, plugin_names
+
+
+@click.command(short_help="List plugins, and what each brings.")
+@plugin_names
+@as_json
+def plugins(plugin_names: tuple[str, ...], as_json: bool) -> None:
+    """List the plugins that a server with the same --plugin flags would load, and what each of them brings."""
+    import attrs
+
+    from lmcache.plugins.manager import PluginDescription, PluginManager
+
+    found: list[PluginDescription] = PluginManager(plugin_names).describe()
+    if as_json:
+        import json
+
+        click.echo(json.dumps([attrs.asdict(each) for each in found], indent=2))
+        return
+    for each in found:
+        click.echo(f"{each.name} ({f'{each.origin} {each.distribution}'.strip()})")
+        for what, names in (("eviction policies", each.policies), ("engines", each.adapters), ("hooks", each.hooks)):
+            if names:
+                click.echo(f"    {what}: {', '.join(names)}")

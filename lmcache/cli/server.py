@@ -1,0 +1,155 @@
+"""`lmcache server`: builds the server from flags and plugins, and runs it until it is told to stop."""
+
+import os
+import signal
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from lmcache.cli.options import GIB, gigabytes, plugin_names
+
+if TYPE_CHECKING:
+    from lmcache.core.config import ServerConfig
+    from lmcache.core.server import Server
+    from lmcache.plugins.manager import PluginManager
+
+
+@click.command(short_help="Run the cache server.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; loopback only.")
+@click.option("--port", type=int, default=5555, show_default=True, help="TCP port to listen on; 0 takes any free one.")
+@click.option(
+    "--chunk-size",
+    type=int,
+    metavar="TOKENS",
+    help="Tokens that are cached as one unit, a multiple of every KV group's tokens per block. Strict: an engine that it "
+    "does not fit is refused. Without the flag each engine gets 256, rounded up to what its geometry allows.",
+)
+@click.option(
+    "--l1-size-gb",
+    "l1_bytes",
+    type=gigabytes,
+    default="1",
+    show_default=True,
+    metavar="GB",
+    help="Memory for cached KV, in GB of 2^30 bytes; fractions are fine.",
+)
+@click.option(
+    "--l1-cell-kb",
+    "cell_kib",
+    type=int,
+    default=1024,
+    show_default=True,
+    metavar="KB",
+    help="Size of the cells that L1 is cut into, in KB of 2^10 bytes.",
+)
+@click.option(
+    "--eviction-policy",
+    default="LRU",
+    show_default=True,
+    metavar="NAME",
+    help="Who goes first when L1 is full; `lmcache plugins` lists what there is.",
+)
+@click.option(
+    "--max-workers",
+    type=int,
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="I/O threads: they put memory behind L1 before it is used. Engines copy themselves, so it need not grow with them.",
+)
+@click.option(
+    "--separate-object-groups",
+    is_flag=True,
+    expose_value=False,
+    help="Accepted, and changes nothing: each KV group is always stored as objects of its own.",
+)
+@plugin_names
+@click.option(
+    "--socket-dir",
+    type=click.Path(file_okay=False),
+    help="Folder for the Unix socket, for containers that share a volume. Without it no file is made.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="What is logged, to standard error.",
+)
+def server(
+    host: str,
+    port: int,
+    chunk_size: int | None,
+    l1_bytes: int,
+    cell_kib: int,
+    eviction_policy: str,
+    max_workers: int,
+    plugin_names: tuple[str, ...],
+    socket_dir: str | None,
+    log_level: str,
+) -> None:
+    """Run the cache server until SIGTERM or SIGINT, which let stores in flight finish; a second one ends it at once."""
+    from lmcache.core.config import KIB, ServerConfig
+
+    config = ServerConfig(
+        host=host,
+        port=port,
+        chunk_size=chunk_size,
+        l1_bytes=l1_bytes,
+        cell_bytes=cell_kib * KIB,
+        max_workers=max_workers,
+        socket_dir=socket_dir,
+    )
+    _start_logging(log_level)
+    _serve(config, eviction_policy, plugin_names)
+
+
+def _start_logging(level: str) -> None:
+    import logging
+
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _serve(config: "ServerConfig", eviction_policy: str, names: tuple[str, ...]) -> None:
+    from lmcache.core.server import Server
+    from lmcache.plugins.manager import PluginManager
+
+    plugins = PluginManager(names)
+    policy = plugins.find_policy(eviction_policy)()
+    running = Server(config, policy)
+    _stop_on_signals(running)
+    click.echo(_ready_line(running, policy.name))
+    _run(running, plugins)
+
+
+def _run(running: "Server", plugins: "PluginManager") -> None:
+    plugins.server_started(running.address)
+    try:
+        running.run()
+    finally:
+        plugins.server_stopping()
+
+
+def _stop_on_signals(running: "Server") -> None:
+    """The first signal drains, the second ends the process: its memory and sockets end with it."""
+    seen = 0
+
+    def stop(number: int, _: FrameType | None) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > 1:
+            os._exit(128 + number)
+        running.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+
+
+def _ready_line(running: "Server", policy: str) -> str:
+    config = running.config
+    chunk = f"{config.chunk_size} tokens" if config.chunk_size else "256 tokens or what an engine needs"
+    return (
+        f"lmcache server ready on {running.address}: L1 {config.arena_bytes / GIB:.4g} GB in {config.cells} cells, "
+        f"policy {policy}, chunk size {chunk}, epoch {running.epoch}"
+    )
