@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     "--chunk-size",
     type=int,
     metavar="TOKENS",
-    help="Tokens that are cached as one unit, a multiple of every KV group's tokens per block. Strict: an engine that it "
-    "does not fit is refused. Without the flag each engine gets 256, rounded up to what its geometry allows.",
+    help="Tokens that are cached as one unit, a multiple of every KV group's tokens per block. Strict: an engine that "
+    "it does not fit is refused. Without the flag each engine gets 256, rounded up to what its geometry allows.",
 )
 @click.option(
     "--l1-size-gb",
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     default=2,
     show_default=True,
     metavar="N",
-    help="I/O threads: they put memory behind L1 before it is used. Engines copy themselves, so it need not grow with them.",
+    help="I/O threads: they put memory behind L1 before it is used. Engines do their copying themselves.",
 )
 @click.option(
     "--separate-object-groups",
