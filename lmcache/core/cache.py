@@ -3,8 +3,8 @@
 It decides; it has no clock, socket, thread or disk, and never touches payload. The server calls it from one thread, one
 method a message. Owners are the server's numbers for client connections: what an owner holds ends with it.
 
-What every method keeps true, whatever the order of calls (`validate` checks it, `tests/core/test_cache_model.py` tries to
-break it):
+What every method keeps true, whatever the order of calls (`core/invariants.py` checks it, `tests/core/test_cache_model.py`
+tries to break it):
 
 - a cell belongs to nobody, to one reservation, or to one committed shard;
 - bytes are readable only when every shard of their object is committed, and only through a ticket;
@@ -13,7 +13,7 @@ break it):
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 
@@ -23,11 +23,9 @@ from lmcache.core.keys import ChainHash
 from lmcache.core.metrics import Counters
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import ErrorCode, Placed
+from lmcache.core.victims import choose_victims
 from lmcache.errors import Refused
 from lmcache.geometry.hits import Hit, longest_hit
-
-VICTIM_SCAN = 4096
-"""Nodes looked at, at most, in one search for victims: bounds the request when nearly everything is pinned."""
 
 REMEMBERED_TICKETS = 4096
 """Completed tickets whose late or repeated confirmations are still answered truthfully."""
@@ -284,42 +282,12 @@ class Cache:
         missing = cells - self.allocator.free
         if missing > 0:
             node.pins += 1
-            victims = self._choose(missing)
+            victims = choose_victims(self.policy, self._orphaned, missing)
             node.pins -= 1
             for victim in victims:
                 self._evict(victim)
         got = self.allocator.allocate(cells)
         return None if got is None else pack_cells(got)
-
-    def _choose(self, cells: int) -> list[Node]:
-        """Victims that free at least `cells`, leaves first; none at all when that much cannot be freed."""
-        chosen: list[Node] = []
-        freed = scanned = 0
-        for node in self._candidates():
-            scanned += 1
-            if node.evictable and node.cells:
-                node.doom()
-                chosen.append(node)
-                freed += node.cells
-                if freed >= cells:
-                    return chosen
-            if scanned >= VICTIM_SCAN:
-                break
-        for node in chosen:
-            node.spare()
-        return []
-
-    def _candidates(self) -> Iterator[Node]:
-        """Orphans first, then the policy's order; before each node, whatever hangs below it."""
-        for orphaned in self._orphaned:
-            yield from orphaned.postorder()
-        for node in self.policy.victims():
-            assert isinstance(node, Node)
-            if node.live_children:
-                # leaves before trunks, whatever the policy says
-                yield from node.postorder()
-            else:
-                yield node
 
     def _evict(self, node: Node) -> None:
         for packed in filter(None, node.shards):
@@ -357,44 +325,14 @@ class Cache:
         self._next_id += 1
         return self._next_id
 
-    def validate(self) -> None:
-        """Check every invariant; raise with the numbers if one does not hold. For tests: takes time in the cache's size."""
-        self.allocator.validate()
-        nodes = [node for namespace in self.namespaces.values() for node in namespace.nodes.values()]
-        owned = [c for n in nodes for packed in filter(None, n.shards) for c in unpack_cells(packed)]
-        reserved = [c for r in self.reservations.values() for _, _, packed in r.objects for c in unpack_cells(packed)]
-        if (
-            len(set(owned + reserved)) != len(owned) + len(reserved)
-            or len(owned) + len(reserved) != self.allocator.used
-        ):
-            raise RuntimeError(f"{len(owned)} committed and {len(reserved)} reserved cells, {self.allocator.used} used")
-        for node in nodes:
-            _validate_node(node)
-        pins = sum(node.pins for node in nodes)
-        held = sum(1 for ticket in self.tickets.values() for node in ticket.nodes if node)
-        if pins != held:
-            raise RuntimeError(f"{pins} pins for {held} nodes held by {len(self.tickets)} tickets")
-
 
 def _shard(node: Node | None, slot: int) -> bytes:
-    assert node is not None  # the ticket pins every chunk that its hit needs
-    packed = node.shards[slot]
-    assert packed is not None  # …and a hit needs sealed objects only
+    packed = node.shards[slot] if node else None
+    if packed is None:
+        raise RuntimeError(f"{node} is held by a ticket, and slot {slot} of it is not committed")
     return packed
 
 
 def _pinned_cells(hit: Hit, nodes: Sequence[Node | None]) -> int:
     needed: Iterable[int] = set().union(*hit.needs)
     return sum(node.cells for chunk in needed if (node := nodes[chunk]))
-
-
-def _validate_node(node: Node) -> None:
-    if node.namespace.nodes.get(node.hash) is not node or node.doomed:
-        raise RuntimeError(f"{node} is not in its index, or left doomed by a selection")
-    if node.parent and node.namespace.nodes.get(node.parent.hash) is not node.parent:
-        raise RuntimeError(f"{node} hangs below a chunk that is not in the index")
-    for group in node.namespace.geometry.cached_groups:
-        if bool(node.sealed >> group & 1) != node.namespace.group_committed(node, group):
-            raise RuntimeError(f"{node}: group {group} is sealed and incomplete, or complete and not sealed")
-    if node.empty:
-        raise RuntimeError(f"{node} holds nothing and was not pruned")

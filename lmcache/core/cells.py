@@ -69,5 +69,5 @@ class CellAllocator:
         """Raise if a cell was taken back twice, or was never handed out. For tests: takes time in the number of cells."""
         if len(set(self._returned)) != len(self._returned):
             raise RuntimeError("a cell was released twice")
-        if self._returned and not (0 <= min(self._returned) and max(self._returned) < self._fresh):
+        if any(not 0 <= cell < self._fresh for cell in self._returned):
             raise RuntimeError("a cell was released that was never allocated")

@@ -47,7 +47,7 @@ class Client:
         self,
         address: ServerAddress,
         engine: Engine,
-        settings: ClientSettings = ClientSettings(),  # noqa: B008  frozen
+        settings: ClientSettings = ClientSettings(),
         on_refused: Callable[[ProtocolError], None] | None = None,
     ) -> None:
         self.address = address

@@ -12,12 +12,12 @@ GIB = 1 << 30
 KIB = 1 << 10
 
 
-def _check_port(_: object, attribute: "attrs.Attribute[int]", value: int) -> None:
+def _check_port(_: object, _attribute: "attrs.Attribute[int]", value: int) -> None:
     if not 0 <= value <= 65535:
         raise ConfigError(f"--port {value} is no TCP port", remedy="use 1 to 65535, or 0 for any free one")
 
 
-def _check_host(_: object, attribute: "attrs.Attribute[str]", value: str) -> None:
+def _check_host(_: object, _attribute: "attrs.Attribute[str]", value: str) -> None:
     try:
         loopback = value == "localhost" or ipaddress.ip_address(value).is_loopback
     except ValueError:

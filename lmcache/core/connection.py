@@ -46,6 +46,10 @@ class Connection:
         self._received = bytearray()
         self._unsent = bytearray()
 
+    def __str__(self) -> str:
+        namespace = self.namespace.digest.hex() if self.namespace else "none"
+        return f"{self.role.value} {self.rank} (pid {self.pid}, namespace {namespace})"
+
     @property
     def trusted(self) -> bool:
         """Whether the peer may map the arena: the server's own user, or root. Abstract sockets have no permissions."""

@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import attrs
 import zmq
@@ -127,7 +127,7 @@ class Control:
         self._socket.close()
         self._context.term()
 
-    def __enter__(self) -> "Control":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -12,9 +12,24 @@ class Node:
     """One chunk of one prompt: the entry of the index. A `policy.ChunkNode`."""
 
     __slots__ = (
-        "namespace", "hash", "parent", "depth", "tenant", "cells", "sealed", "shards", "writing", "pins",
-        "live_children", "first_child", "last_child", "next_sibling", "previous_sibling", "doomed", "policy_state",
-    )  # fmt: skip
+        "cells",
+        "depth",
+        "doomed",
+        "first_child",
+        "hash",
+        "last_child",
+        "live_children",
+        "namespace",
+        "next_sibling",
+        "parent",
+        "pins",
+        "policy_state",
+        "previous_sibling",
+        "sealed",
+        "shards",
+        "tenant",
+        "writing",
+    )
 
     def __init__(self, namespace: "Namespace", chain_hash: ChainHash, parent: "Node | None", tenant: str) -> None:
         self.namespace = namespace
@@ -99,17 +114,14 @@ class Node:
 
     def postorder(self) -> Iterator["Node"]:
         """The tree below and including this node: every node after its descendants, older branches first. Lazy."""
-        node = self._oldest_leaf()
-        while node is not self:
+        node: Node | None = self.oldest_leaf()
+        while node and node is not self:
             yield node
-            if node.next_sibling:
-                node = node.next_sibling._oldest_leaf()
-            else:
-                assert node.parent is not None  # only `self` may be a root here
-                node = node.parent
+            node = node.next_sibling.oldest_leaf() if node.next_sibling else node.parent
         yield self
 
-    def _oldest_leaf(self) -> "Node":
+    def oldest_leaf(self) -> "Node":
+        """The node that following the oldest children ends at."""
         node = self
         while node.first_child:
             node = node.first_child

@@ -6,6 +6,7 @@ given to somebody else can be read or written.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import select
@@ -19,7 +20,7 @@ from typing import Generic, TypeVar, cast
 
 import attrs
 
-from lmcache.core.arena import Mapping, Prefaulter
+from lmcache.core.arena import MappedArena
 from lmcache.core.connection import LENGTH
 from lmcache.core.protocol import (
     MAX_FRAME,
@@ -131,9 +132,9 @@ class Link:
         self._copies = 0
         self._closed = False
         self._why: LMCacheError = LinkLost("the link was closed")
-        self._mapping: Mapping | None = None
-        self._prefaulter: Prefaulter | None = None
-        _forget_in_children(self)
+        self._arena: MappedArena | None = None
+        _links.add(self)
+        _hook_fork()
 
     @classmethod
     def register(cls, address: str, engine: Engine, deadline: float) -> "Link":
@@ -172,10 +173,9 @@ class Link:
             if not self._descriptors:
                 raise ProtocolError("the server registered this worker and sent no arena")
             try:
-                self._mapping = Mapping(self._descriptors[0], reply.arena_bytes)
+                self._arena = MappedArena(self._descriptors[0], reply.arena_bytes)
             finally:
                 self._close_descriptors()
-            self._prefaulter = Prefaulter(self._mapping)
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -319,10 +319,10 @@ class Link:
         """
         with self._state:
             self.check()
-            if self._mapping is None:
+            if self._arena is None:
                 raise LinkLost("this link has no arena: only workers map it")
             self._copies += 1
-            memory = self._mapping.memory
+        memory = self._arena.memory
         try:
             yield memory
         finally:
@@ -333,18 +333,16 @@ class Link:
             self._tear_down_if_idle()
 
     def _backed(self, cells: int) -> None:
-        if self._prefaulter is not None:
-            self._prefaulter.want(cells * self.cell_bytes)
+        if self._arena is not None:
+            self._arena.prefault(cells * self.cell_bytes)
 
     def _tear_down_if_idle(self) -> None:
         with self._state:
             if self.alive or self._copies or self._closed:
                 return
             self._closed = True
-        if self._prefaulter is not None:
-            self._prefaulter.close()
-        if self._mapping is not None:
-            self._mapping.close()
+        if self._arena is not None:
+            self._arena.close()
         self._close_descriptors()
         # last: the connection's end is what tells the server that nobody here touches the arena any more
         with contextlib.suppress(OSError):
@@ -356,8 +354,8 @@ class Link:
         """In a forked child: let go of what is the parent's, without a word to the server."""
         self.alive, self._closed = False, True
         self.socket.close()
-        if self._mapping is not None:
-            self._mapping.close()  # at once: the kernel has left its addresses free for others
+        if self._arena is not None:
+            self._arena.forget()  # at once: the kernel has left its addresses free for others
 
     def _close_descriptors(self) -> None:
         while self._descriptors:
@@ -371,20 +369,16 @@ def _ready(sock: socket.socket, event: int, timeout: float) -> bool:
 
 
 _links: "weakref.WeakSet[Link]" = weakref.WeakSet()
-_fork_guard = threading.Lock()
-_fork_hooked = False
+"""Every link of this process, for `_close_in_child`."""
 
 
-def _forget_in_children(link: Link) -> None:
-    """A forked child that kept the descriptor would hide the engine's death from the server."""
-    global _fork_hooked
-    with _fork_guard:
-        _links.add(link)
-        if not _fork_hooked:
-            os.register_at_fork(after_in_child=_close_in_child)
-            _fork_hooked = True
+@functools.cache
+def _hook_fork() -> None:
+    """Once a process, with its first link: importing must have no effect."""
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _close_in_child() -> None:
+    """A forked child that kept the descriptor would hide the engine's death from the server."""
     for link in list(_links):
         link.forget()

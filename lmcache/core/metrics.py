@@ -4,7 +4,7 @@ import attrs
 
 
 def _counter(unit: str, sentence: str) -> int:
-    return attrs.field(default=0, metadata={"unit": unit, "sentence": sentence})  # type: ignore[no-any-return]
+    return attrs.field(default=0, metadata={"unit": unit, "sentence": sentence})
 
 
 @attrs.define

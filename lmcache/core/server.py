@@ -157,7 +157,7 @@ class Server:
 
     def _drain_router(self) -> None:
         # the descriptor is edge-triggered: whatever woke the loop, ZeroMQ is asked until it has nothing more
-        while self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             frames = self._router.recv_multipart()
             if len(frames) == 2:
                 self._send_tcp(frames[0], self._answer_tcp(frames[1]))
@@ -252,12 +252,7 @@ class Server:
             return self._tcp_reply(request)
         reply: Message = handler(self.service, connection, request)
         if isinstance(request, Register):
-            namespace = connection.namespace
-            assert namespace is not None
-            log.info(
-                "%s %d (pid %d) registered in namespace %s, chunk size %d",
-                connection.role.value, connection.rank, connection.pid, namespace.digest.hex(), namespace.chunk_size,
-            )  # fmt: skip
+            log.info("%s registered", connection)
         return reply
 
     def _reserve(self, connection: Connection, request: Reserve) -> Message | None:
@@ -304,7 +299,7 @@ class Server:
         connection.close()
         # only now, with the liveness channel ended, may what it was writing go to others
         self.service.cache.owner_gone(connection.owner)
-        log.info("%s %d (pid %d) left: %s", connection.role.value, connection.rank, connection.pid, reason)
+        log.info("%s left: %s", connection, reason)
 
 
 def _nothing(_: int) -> None:
@@ -366,7 +361,7 @@ def _locked(folder: Path, path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # a server that ended just now may have taken the file away under our hands
-            current = os.stat(path).st_ino == os.fstat(lock).st_ino
+            current = path.stat().st_ino == os.fstat(lock).st_ino
         except OSError:
             current = False
         if not current:
