@@ -1,0 +1,105 @@
+"""`lmcache status`: what a server holds, who is connected, and what it has done."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lmcache.cli.options import GIB, as_json, server_address
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_WIDTH_OF_A_PIPE = 160
+"""Columns where nobody looks at a terminal."""
+
+
+@click.command(short_help="Show what a server holds and has done.")
+@server_address
+@as_json
+def status(host: str, port: int, as_json: bool) -> None:
+    """Show what a server holds, which engines are connected, and what it has done since it started."""
+    from lmcache.core.control import Control, ServerAddress
+
+    with Control(ServerAddress(host, port)) as control:
+        control.hello()
+        report = control.status()
+    if as_json:
+        import json
+
+        click.echo(json.dumps(report, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
+    for line in _summary(report):
+        console.print(line, markup=False)
+    for table in (_engines(report), _gauges(report), _counters(report)):
+        console.print()
+        console.print(table)
+
+
+def _summary(report: Mapping[str, Any]) -> Iterable[str]:
+    gauges, counters = report["gauges"], report["counters"]
+    chunk = f"{report['chunk_size']} tokens" if report["chunk_size"] else "as each engine needs"
+    cell_gib = report["cell_bytes"] / GIB
+    yield (
+        f"lmcache {report['version']} at {report['address']}, pid {report['pid']}, up {report['uptime_s']:.0f} s, "
+        f"epoch {report['epoch']}"
+    )
+    yield (
+        f"L1: {gauges['cells_used'] * cell_gib:.2f} of {report['l1_bytes'] / GIB:.2f} GB used, "
+        f"{gauges['cells_backed'] * cell_gib:.2f} GB taken from the host; "
+        f"policy {report['eviction_policy']}, chunk size {chunk}"
+    )
+    asked, hit = counters["tokens_asked"], counters["tokens_hit"]
+    yield f"hits: {hit} of {asked} tokens asked for" + (f" ({hit / asked:.1%})" if asked else "")
+
+
+def _engines(report: Mapping[str, Any]) -> "Table":
+    table = _table("engine", "rank", "pid", "model", "chunk size", "namespace")
+    namespaces = {each["digest"]: each for each in report["namespaces"]}
+    for client in report["clients"]:
+        namespace = namespaces.get(client["namespace"], {"facts": {}, "chunk_size": 0})
+        table.add_row(
+            client["role"],
+            str(client["rank"]),
+            str(client["pid"]),
+            namespace["facts"].get("model", ""),
+            str(namespace["chunk_size"]),
+            client["namespace"],
+        )
+    if not report["clients"]:
+        table.add_row("none connected")
+    return table
+
+
+def _gauges(report: Mapping[str, Any]) -> "Table":
+    from lmcache.core.metrics import GAUGES
+
+    table = _table("now", "", "")
+    for name, value in report["gauges"].items():
+        table.add_row(name, str(value), GAUGES[name][1] if name in GAUGES else "")
+    return table
+
+
+def _counters(report: Mapping[str, Any]) -> "Table":
+    import attrs
+
+    from lmcache.core.metrics import Counters
+
+    sentences = {field.name: field.metadata["sentence"] for field in attrs.fields(Counters)}
+    table = _table("since start", "", "")
+    for name, value in report["counters"].items():
+        table.add_row(name, str(value), sentences.get(name, ""))
+    return table
+
+
+def _table(*columns: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
