@@ -79,6 +79,7 @@ class MappedArena:
     def __init__(self, descriptor: int, size: int) -> None:
         self._mapping = Mapping(descriptor, size)
         self._wanted = self._done = 0
+        self._closing = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="lmcache-prefault", daemon=True)
         self._thread.start()
@@ -98,7 +99,7 @@ class MappedArena:
     def close(self) -> None:
         """Stop, at the end of the slab in progress, and unmap. No copy may be in flight."""
         with self._wake:
-            self._wanted = -1
+            self._closing = True
             self._wake.notify()
         self._thread.join()
         self._mapping.close()
@@ -110,8 +111,8 @@ class MappedArena:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._wanted < 0 or self._wanted > self._done)
-                if self._wanted < 0:
+                self._wake.wait_for(lambda: self._closing or self._wanted > self._done)
+                if self._closing:
                     return
                 stop = min(self._wanted, self._done + SLAB_BYTES)
             # a failure costs speed only: the pages exist, and a copy faults them in
