@@ -49,7 +49,10 @@ class ServerUnavailable(LMCacheError, ConnectionError):
 
 
 class LinkLost(ServerUnavailable):
-    """The link ended while a request was in flight or before it was sent. Whatever it held is forgotten by the server."""
+    """The link ended while a request was in flight or before it was sent.
+
+    Whatever it held is forgotten by the server.
+    """
 
 
 class DeadlineExceeded(ServerUnavailable, TimeoutError):

@@ -1,7 +1,7 @@
 """The segment that holds L1: an anonymous memory file that server and engines map, backed slab by slab.
 
-The file has no name: it is passed as a descriptor over the Unix socket, cannot be opened by anybody else, and is gone with
-the last process that maps it, `kill -9` included. Its size is sealed. Sources: memfd_create(2), madvise(2).
+The file has no name: it is passed as a descriptor over the Unix socket, cannot be opened by anybody else, and is gone
+with the last process that maps it, `kill -9` included. Its size is sealed. Sources: memfd_create(2), madvise(2).
 """
 
 import contextlib

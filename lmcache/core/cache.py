@@ -3,8 +3,8 @@
 It decides; it has no clock, socket, thread or disk, and never touches payload. The server calls it from one thread, one
 method a message. Owners are the server's numbers for client connections: what an owner holds ends with it.
 
-What every method keeps true, whatever the order of calls (`core/invariants.py` checks it, `tests/core/test_cache_model.py`
-tries to break it):
+What every method keeps true, whatever the order of calls (`core/invariants.py` checks it,
+`tests/core/test_cache_model.py` tries to break it):
 
 - a cell belongs to nobody, to one reservation, or to one committed shard;
 - bytes are readable only when every shard of their object is committed, and only through a ticket;

@@ -66,7 +66,10 @@ class CellAllocator:
         self._returned.extend(cells)
 
     def validate(self) -> None:
-        """Raise if a cell was taken back twice, or was never handed out. For tests: takes time in the number of cells."""
+        """Raise if a cell was taken back twice, or was never handed out.
+
+        For tests: takes time in the number of cells.
+        """
         if len(set(self._returned)) != len(self._returned):
             raise RuntimeError("a cell was released twice")
         if any(not 0 <= cell < self._fresh for cell in self._returned):

@@ -85,7 +85,7 @@ class Client:
         self._waker.close()
         self._woken.close()
 
-    # ------------------------------------------------------------------------------------- the thread that keeps the link
+    # ----------------------------------------------------------------------------------- the thread that keeps the link
 
     def _keep(self) -> None:
         pause = self.settings.retry_min

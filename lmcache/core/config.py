@@ -57,7 +57,8 @@ class ServerConfig:
             raise ConfigError(f"--max-workers {self.max_workers} is not positive", remedy="use at least 1")
         if self.cell_bytes < mmap.PAGESIZE or self.cell_bytes % mmap.PAGESIZE:
             raise ConfigError(
-                f"--l1-cell-kb {self.cell_bytes / KIB:g} is not a multiple of the host's memory page of {mmap.PAGESIZE // KIB} KiB",
+                f"--l1-cell-kb {self.cell_bytes / KIB:g} is not a multiple of the host's memory page, "
+                f"{mmap.PAGESIZE // KIB} KiB",
                 remedy="use 1024 unless every object is much smaller",
             )
         if self.l1_bytes < self.cell_bytes:

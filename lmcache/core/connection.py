@@ -94,7 +94,10 @@ class Connection:
         return messages
 
     def send(self, message: Message, descriptor: int | None = None) -> None:
-        """Queue an answer and send what the socket takes; `descriptor` rides on its first byte. Raises ConnectionEnded."""
+        """Queue an answer and send what the socket takes; `descriptor` rides on its first byte.
+
+        Raises ConnectionEnded.
+        """
         body = encode(message)
         self._unsent += LENGTH.pack(len(body)) + body
         if descriptor is not None:

@@ -1,4 +1,7 @@
-"""The torch-free client of commands: asks the server over TCP, without registering. Needs no arena and no Unix socket."""
+"""The torch-free client of commands: asks the server over TCP, without registering.
+
+Needs no arena and no Unix socket.
+"""
 
 import itertools
 import socket
@@ -60,7 +63,10 @@ class ServerAddress:
 
 
 class Control:
-    """One conversation over TCP. Not thread-safe. Every call ends within `deadline` seconds, with an answer or an error."""
+    """One conversation over TCP. Not thread-safe.
+
+    Every call ends within `deadline` seconds, with an answer or an error.
+    """
 
     def __init__(self, address: ServerAddress, deadline: float = 2.0) -> None:
         self.address = address
@@ -87,7 +93,10 @@ class Control:
         return self._call(Status(next(self._ids)), StatusReport).report
 
     def wait_idle(self, timeout: float = 60.0, on_progress: Callable[[int], None] | None = None) -> None:
-        """Return when no store is in flight; `on_progress` hears how many are. Raises DeadlineExceeded after `timeout` s."""
+        """Return when no store is in flight; `on_progress` hears how many are.
+
+        Raises DeadlineExceeded after `timeout` s.
+        """
         until = time.monotonic() + timeout
         while in_flight := self.status()["gauges"]["reservations"]:
             if on_progress:

@@ -1,4 +1,7 @@
-"""The index: namespaces and the tree of chunk nodes in each. Structure only; `core/cache.py` decides what happens to it."""
+"""The index: namespaces and the tree of chunk nodes in each. Structure only.
+
+`core/cache.py` decides what happens to it.
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -66,7 +66,7 @@ class ChainHasher:
         return len(self._hashes) // HASH_BYTES
 
     def extend_to(self, tokens: Sequence[int]) -> bytes:
-        """Hash every whole chunk of `tokens` (the whole prompt so far) that is not hashed yet; return all hashes joined.
+        """Hash every whole chunk of `tokens` (the prompt so far) that is not hashed yet; return all hashes joined.
 
         `tokens` must begin with the tokens of earlier calls. Token ids are 32-bit.
         """

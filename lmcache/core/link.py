@@ -1,8 +1,8 @@
 """A link: one registration with one boot of the server, from registering to its end. What engines talk through.
 
 A link never heals. Any error, missed deadline or end of file breaks it for good, every request in flight fails, and
-`core/client.py` registers anew: so a late answer can never be taken for another's, and nothing that the server has already
-given to somebody else can be read or written.
+`core/client.py` registers anew: so a late answer can never be taken for another's, and nothing that the server has
+already given to somebody else can be read or written.
 """
 
 import contextlib
@@ -109,7 +109,10 @@ class Pending(Generic[ReplyT]):
 
 
 class Link:
-    """Talks to the server over one Unix connection; any thread may call. The worker's half of the arena is here, too."""
+    """Talks to the server over one Unix connection; any thread may call.
+
+    The worker's half of the arena is here, too.
+    """
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         sock.setblocking(False)
@@ -138,7 +141,10 @@ class Link:
 
     @classmethod
     def register(cls, address: str, engine: Engine, deadline: float) -> "Link":
-        """Connect to the server's Unix socket and register. Raises LinkLost, DeadlineExceeded, Refused, VersionMismatch."""
+        """Connect to the server's Unix socket and register.
+
+        Raises LinkLost, DeadlineExceeded, Refused, VersionMismatch.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(deadline)
@@ -147,7 +153,7 @@ class Link:
             sock.close()
             raise LinkLost(
                 f"the server's Unix socket {address} cannot be reached: {error}",
-                remedy="run the engine on the server's host and in its network namespace, or share a folder with --socket-dir",
+                remedy="run the engine on the server's host and in its network namespace, or share a --socket-dir",
             ) from error
         link = cls(sock, deadline)
         try:

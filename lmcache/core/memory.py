@@ -46,7 +46,7 @@ def _meminfo(name: str) -> int:
 
 
 def _control_groups() -> Iterator[tuple[Path, int, int]]:
-    """(folder, limit, use that cannot be reclaimed) of each limited control group from this process's own to the root."""
+    """(folder, limit, use that cannot be reclaimed) of each limited control group, from this process's to the root."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

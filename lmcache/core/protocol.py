@@ -8,16 +8,17 @@ reply to `Hello` names a Unix stream socket (abstract: no file is left). There e
 (4 bytes, little endian, at most `MAX_FRAME`), the first reply carries the arena's memfd, and the connection *is* the
 client's liveness: when it ends, whatever the client had reserved is freed and its tickets are dropped.
 
-**Order.** On a Unix connection: `Register`, then anything. Replies may come in another order than requests: `id` ties them.
+**Order.** On a Unix connection: `Register`, then anything. Replies may come in another order than requests: `id` ties
+them.
 
-**Store** (a worker, for one group): `Reserve` names chunks in chain order; the answer gives one `Placed` byte a chunk for
-the leading run that fits, and the cells of those granted. The worker copies, then sends `Commit` (or `Abort`). An object
-becomes readable when all its shards are committed. Cells of a reservation belong to the worker until it commits, aborts
-or its connection ends.
+**Store** (a worker, for one group): `Reserve` names chunks in chain order; the answer gives one `Placed` byte a chunk
+for the leading run that fits, and the cells of those granted. The worker copies, then sends `Commit` (or `Abort`). An
+object becomes readable when all its shards are committed. Cells of a reservation belong to the worker until it commits,
+aborts or its connection ends.
 
 **Load.** The scheduler sends `Lookup`; `Found` tells how many leading tokens every group and rank can serve and gives a
-ticket that pins them. Each worker sends `Open` for the cells, copies, then `Confirm`; only `Confirmed(held=True)` makes the
-load count. The ticket ends when every rank has confirmed, when the scheduler sends `Drop`, or with its connection.
+ticket that pins them. Each worker sends `Open` for the cells, copies, then `Confirm`; only `Confirmed(held=True)` makes
+the load count. The ticket ends when every rank has confirmed, when the scheduler sends `Drop`, or with its connection.
 
 **Epoch.** The server's boot id, in `Welcome` and `Registered`. A ticket is good in its epoch only, so `Open` and
 `Confirm` carry it. A client that sees another epoch than the one it registered with registers again.

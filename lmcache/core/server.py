@@ -6,6 +6,7 @@ what has a name (a socket under `--socket-dir`) is cleaned up by the next start.
 
 import contextlib
 import fcntl
+import functools
 import gc
 import logging
 import os
@@ -199,7 +200,7 @@ class Server:
         ]
         return {"address": self.address, "pid": os.getpid(), **self.service.report(clients)}
 
-    # --------------------------------------------------------------------------------------------- Unix: who does things
+    # -------------------------------------------------------------------------------------------- Unix: who does things
 
     def _accept(self, _: int) -> None:
         try:
@@ -267,7 +268,8 @@ class Server:
             if connection.owner not in self._connections:
                 continue
             final = time.monotonic() >= until or bool(self._stopping)
-            reply = self._guarded(request, lambda r, c=connection, f=final: self.service.reserve(c, r, final=f))  # type: ignore[misc]
+            again = functools.partial(self.service.reserve, connection, final=final)
+            reply = self._guarded(request, again)
             if reply is None:
                 self._parked.append((until, connection, request))
                 continue

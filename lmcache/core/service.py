@@ -93,13 +93,14 @@ class Service:
 
     def _check_size(self, namespace: Namespace, model: str) -> None:
         # half of L1 is the most that one engine's tickets may pin, so a chunk beyond that could never be loaded
-        if namespace.chunk_cells * 2 > self.config.cells:
+        needed = namespace.chunk_cells * 2
+        if needed > self.config.cells:
             cell = self.config.cell_bytes
             raise GeometryError(
-                f"a chunk of {namespace.chunk_size} tokens of {model or 'this engine'} takes {namespace.chunk_cells} cells of "
-                f"{cell >> 10} KiB over all ranks, and L1 has {self.config.cells}",
-                remedy=f"give L1 at least {namespace.chunk_cells * 2 * cell / (1 << 30):.3f} GB with --l1-size-gb, or smaller "
-                "cells with --l1-cell-kb",
+                f"a chunk of {namespace.chunk_size} tokens of {model or 'this engine'} takes {namespace.chunk_cells} "
+                f"cells of {cell >> 10} KiB over all ranks, and L1 has {self.config.cells}",
+                remedy=f"give L1 at least {needed * cell / (1 << 30):.3f} GB with --l1-size-gb, or smaller cells with "
+                "--l1-cell-kb",
             )
 
     # -------------------------------------------------------------------------------------------------------- storing

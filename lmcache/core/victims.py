@@ -27,7 +27,10 @@ def choose_victims(policy: EvictionPolicy, orphaned: Iterable[Node], cells: int)
 
 
 def _candidates(policy: EvictionPolicy, orphaned: Iterable[Node]) -> Iterator[Node]:
-    """What hangs below nodes without bytes first, then the policy's order; before each node, whatever hangs below it."""
+    """What hangs below nodes without bytes first, then the policy's order.
+
+    Before each node, whatever hangs below it.
+    """
     for node in orphaned:
         yield from node.postorder()
     for victim in policy.victims():
