@@ -1,0 +1,44 @@
+"""What is refused before anything is served: vLLM versions and ways of running it that this connector cannot serve."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from lmcache.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+PROVED_VERSION = "0.32"
+"""What the tests run."""
+
+NEEDED = ("on_new_request", "get_transfer_results", "set_xfer_handshake_metadata_pp_aware", "has_pending_push_work")
+"""Calls that vLLM makes from 0.32 on, and without which requests would hang or fail."""
+
+
+def check_version(version: str, bases: Iterable[type]) -> None:
+    """Refuse a vLLM whose connector interface lacks what we need; say so when it is merely not the proved one.
+
+    `bases` are the connector's classes; vLLM's own are those of its modules.
+    """
+    offered = {name for base in bases if base.__module__.startswith("vllm.") for name in vars(base)}
+    missing = [name for name in NEEDED if name not in offered]
+    if missing:
+        raise ConfigError(
+            f"vLLM {version} does not offer {', '.join(missing)} to connectors",
+            remedy=f"use vLLM {PROVED_VERSION} or later",
+        )
+    if not version.startswith(f"{PROVED_VERSION}."):
+        log.warning("lmcache: proved on vLLM %s, this is %s", PROVED_VERSION, version)
+
+
+def check_parallelism(parallel: Any) -> int:
+    """How many ranks share each block, or ConfigError for a split of the model that is not served."""
+    for name, what in (
+        ("pipeline_parallel_size", "its stages hold different layers"),
+        ("decode_context_parallel_size", "its ranks hold different tokens of one block"),
+        ("prefill_context_parallel_size", "its ranks hold different tokens of one block"),
+    ):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise ConfigError(f"{name} is {size}, and {what}", remedy=f"set {name} to 1; tensor parallelism is served")
+    return int(parallel.tensor_parallel_size)

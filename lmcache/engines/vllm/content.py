@@ -1,0 +1,85 @@
+"""What changes the KV of a request besides its tokens, and which requests are never cached. Scheduler process only."""
+
+import hashlib
+import string
+from typing import Any, Protocol
+
+import attrs
+
+from lmcache.core.keys import ChainHash, ContentItem, chain_root
+
+DIGEST_DIGITS = 64
+"""Fewest hexadecimal digits of an item's name that is taken for a digest of its content (vLLM's have 64 or 128)."""
+
+_HEX = frozenset(string.hexdigits)
+
+
+class EngineRequest(Protocol):
+    """As much of vLLM's request as the cache looks at."""
+
+    request_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_preemptions: int
+    cache_salt: str | None
+    lora_request: Any
+    prompt_embeds: Any
+    mm_features: list[Any]
+    resumable: bool
+    skip_reading_prefix_cache: bool
+    all_token_ids: Any
+
+
+@attrs.frozen
+class Content:
+    """Where a request's chain starts, and who it belongs to."""
+
+    root: ChainHash
+    items: tuple[ContentItem, ...]
+    tenant: str
+    """A short digest of the salt, never the salt itself, which is a secret; empty without one."""
+
+
+@attrs.frozen
+class NeverCached:
+    """A request that the cache leaves alone, and why."""
+
+    reason: str
+
+
+def content_of(request: EngineRequest, generation: str) -> Content | NeverCached:
+    """Tell what, besides tokens, decides the request's KV.
+
+    `generation` is empty until the engine's cache is reset, and something never used before after each reset: entries
+    stored earlier are then out of this engine's reach.
+    """
+    if request.lora_request is not None:
+        # vLLM knows an adapter by name, number and path, none of which changes when its weights do
+        return NeverCached("its LoRA weights have no identity that survives a change of the files")
+    if request.prompt_embeds is not None:
+        return NeverCached("its prompt is given as embeddings, which tokens do not describe")
+    if request.resumable:
+        return NeverCached("its input is streamed, so tokens that were computed can still be taken back")
+    if any(not _is_digest(feature.identifier) for feature in request.mm_features):
+        return NeverCached("a multimodal item is known by a name and not by a digest of its content")
+    # as in vLLM's own prefix cache, an empty salt is none
+    salt = request.cache_salt or ""
+    facts = {"salt": salt} if salt else {}
+    if generation:
+        facts["generation"] = generation
+    return Content(chain_root(facts), tuple(map(_item, request.mm_features)), _tenant(salt))
+
+
+def _is_digest(name: str) -> bool:
+    return len(name) >= DIGEST_DIGITS and _HEX.issuperset(name)
+
+
+def _item(feature: Any) -> ContentItem:
+    place = feature.mm_position
+    digest = hashlib.sha256(f"{feature.modality}\0{feature.identifier}".encode()).digest()
+    return ContentItem(place.offset, place.offset + place.length, digest)
+
+
+def _tenant(salt: str) -> str:
+    return hashlib.sha256(b"lmcache tenant 1" + salt.encode()).hexdigest()[:16] if salt else ""

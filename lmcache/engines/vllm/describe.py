@@ -1,0 +1,176 @@
+"""vLLM's KV cache in our words: the geometry of its KV groups, and a byte view of every page.
+
+Both are made in each worker, from the specs and from the tensors that vLLM registers. Nothing here assumes a shape:
+where a page lies, and how long it is, follows from strides alone.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from lmcache.engines.vllm.adapter import ENGINE
+from lmcache.errors import GeometryError
+from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
+
+Bytes = npt.NDArray[np.uint8]
+Classify = Callable[[str, object], GroupKind | None]
+"""`PluginManager.classify_kv_spec`."""
+
+UNKNOWN_LAYOUT = "report it: this vLLM lays out its KV cache in a way that lmcache does not know"
+
+SERVED = frozenset({GroupKind.FULL, GroupKind.SCRATCH})
+"""Kinds that this connector stores and loads, or may skip."""
+
+
+@attrs.frozen
+class SpecGroup:
+    """One of vLLM's KV cache groups, before its tensors exist."""
+
+    kind: GroupKind
+    tokens_per_block: int
+    """0 for scratch."""
+    shards: int
+    """Ranks that hold distinct bytes."""
+    layers: tuple[str, ...]
+    """Empty for scratch."""
+
+
+@attrs.frozen
+class PageView:
+    """Where the pages of one layer lie in the storage behind its tensor."""
+
+    offset: int
+    """Bytes into the storage at which block 0 starts."""
+    stride: int
+    """Bytes from one block to the next."""
+    page_bytes: int
+    kernel_blocks: int
+    """Blocks of the attention kernel that one block of the block table is made of."""
+
+
+def spec_groups(kv_cache_config: Any, ranks: int, classify: Classify) -> tuple[SpecGroup, ...]:
+    """Classify vLLM's groups. Called in the scheduler and in each worker, when the connector is made.
+
+    Raises GeometryError for a spec that no plugin knows and for a kind that this connector does not serve: either could
+    only be guessed at, and a wrong guess is wrong tokens.
+    """
+    return tuple(
+        _spec_group(number, group, ranks, classify) for number, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
+
+
+def _spec_group(number: int, group: Any, ranks: int, classify: Classify) -> SpecGroup:
+    spec, layers = group.kv_cache_spec, tuple(group.layer_names)
+    # vLLM rebuilds such groups itself from the group they replicate
+    if not getattr(group, "enable_kv_transfer", True):
+        return SpecGroup(GroupKind.SCRATCH, 0, 1, ())
+    kinds = {_kind(number, layer, one, classify) for layer, one in _layer_specs(spec, layers)}
+    if len(kinds) != 1:
+        raise GeometryError(
+            f"KV group {number} ({layers[0]}, …) mixes layers of kinds {sorted(kind.value for kind in kinds)}",
+            remedy="answer one kind for all of its specs in `lmcache_classify_kv_spec`",
+        )
+    kind = kinds.pop()
+    if kind is GroupKind.SCRATCH:
+        return SpecGroup(kind, 0, 1, ())
+    if kind not in SERVED:
+        raise GeometryError(
+            f"KV group {number} of {type(spec).__name__} (layer {layers[0]}, …) is {kind.value}, "
+            "which this version of the vLLM connector does not serve",
+            remedy="run this model without the connector, or with a later lmcache",
+        )
+    return SpecGroup(kind, spec.block_size, _shards(spec, ranks), layers)
+
+
+def _layer_specs(spec: Any, layers: Sequence[str]) -> Iterable[tuple[str, Any]]:
+    """The spec of each layer; one for all of them unless vLLM wrapped one a layer."""
+    wrapped = getattr(spec, "kv_cache_specs", None)
+    return wrapped.items() if wrapped else [(layers[0] if layers else "no layer", spec)]
+
+
+def _kind(number: int, layer: str, spec: object, classify: Classify) -> GroupKind:
+    kind = classify(ENGINE, spec)
+    if kind is None:
+        raise GeometryError(
+            f"nobody knows what the KV spec {type(spec).__module__}.{type(spec).__qualname__} of layer {layer} "
+            f"(KV group {number}) means to a prefix cache",
+            remedy="install or write a plugin whose `lmcache_classify_kv_spec` answers for it",
+        )
+    return kind
+
+
+def _shards(spec: Any, ranks: int) -> int:
+    """How many of the ranks hold distinct bytes; vLLM gives replicas to neighbours, as `Geometry.shard_of` does."""
+    limits = {getattr(one, "max_tp_shards", None) for _, one in _layer_specs(spec, ())}
+    limit = limits.pop() if len(limits) == 1 else None
+    # where it is not known, or does not divide, nothing is shared: that costs memory and is never wrong
+    return limit if limit and ranks % limit == 0 else ranks
+
+
+def logged_blocks(groups: Sequence[SpecGroup]) -> str:
+    """The start of the line that people grep for: `group_tokens_per_block=[64, 0]`; 0 is a scratch group."""
+    return f"group_tokens_per_block={[group.tokens_per_block for group in groups]}"
+
+
+# ----------------------------------------------------------------------------------------------- tensors, in the worker
+
+
+def page_view(layer: str, tensor: Any, blocks: int) -> PageView:
+    """Find the pages of one layer: its first axis counts `blocks` blocks, or a multiple where kernels split them.
+
+    Raises GeometryError when a page is not one run of bytes.
+    """
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if not shape or shape[0] % blocks:
+        raise GeometryError(
+            f"the KV cache of layer {layer} has shape {list(shape)}, which does not begin with {blocks} blocks",
+            remedy=UNKNOWN_LAYOUT,
+        )
+    split = shape[0] // blocks
+    inner = sorted(zip((strides[0], *strides[1:]), (split, *shape[1:]), strict=True))
+    extent = 1
+    for stride, size in inner:
+        if size > 1 and stride != extent:
+            raise GeometryError(
+                f"a page of layer {layer} is not one run of bytes: shape {list(shape)}, strides {list(strides)}",
+                remedy="set VLLM_KV_CACHE_LAYOUT=LBHNC",
+            )
+        extent *= size
+    size = tensor.element_size()
+    return PageView(tensor.storage_offset() * size, strides[0] * split * size, extent * size, split)
+
+
+def build_geometry(
+    groups: Sequence[SpecGroup], views: Mapping[str, PageView], ranks: int, hit_alignment: int
+) -> Geometry:
+    """Put specs and pages together. `hit_alignment` is vLLM's own granularity of hits, in tokens."""
+    return Geometry(tuple(_kv_group(group, views) for group in groups), ranks, hit_alignment)
+
+
+def _kv_group(group: SpecGroup, views: Mapping[str, PageView]) -> KVGroup:
+    if group.kind is GroupKind.SCRATCH:
+        return KVGroup(group.kind, 0, ())
+    return KVGroup(
+        group.kind,
+        group.tokens_per_block,
+        tuple(views[layer].page_bytes for layer in group.layers),
+        shards=group.shards,
+        layers=group.layers,
+    )
+
+
+def cached_layers(groups: Sequence[SpecGroup], kv_caches: Mapping[str, Any]) -> list[str]:
+    """Names of the layers whose pages are stored, in order. Raises GeometryError when vLLM did not register one."""
+    names = [layer for group in groups for layer in group.layers]
+    missing = [name for name in names if name not in kv_caches]
+    if missing:
+        raise GeometryError(f"vLLM registered no KV cache for layers {missing}", remedy=UNKNOWN_LAYOUT)
+    return names
+
+
+def page_array(storage: Bytes, view: PageView, blocks: int) -> Bytes:
+    """A writable view `[blocks, page_bytes]` of the storage's bytes."""
+    return np.ndarray((blocks, view.page_bytes), np.uint8, storage, view.offset, (view.stride, 1))
