@@ -77,8 +77,6 @@ def load_spans(group: KVGroup, chunk_size: int, hit_tokens: int, computed: int) 
     if not group.cached or hit_tokens <= computed:
         return []
     first_block = max(_first_read(group, hit_tokens), computed) // group.tokens_per_block
-    if group.kind is GroupKind.RECURRENT:  # a state has no part that the engine could hold already
-        first_block = hit_tokens // group.tokens_per_block - 1
     wanted = range(first_block, hit_tokens // group.tokens_per_block)
     spans = []
     for chunk in _needed_chunks(group, chunk_size, hit_tokens):

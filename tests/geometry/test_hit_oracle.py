@@ -5,13 +5,14 @@ the pages that each chunk stores, resumes at every possible length, longest firs
 earlier tokens the next ones read. The first length whose pages are all stored is the answer.
 
 By default a few thousand cases. `LMCACHE_HIT_CASES=1000000 pytest tests/geometry/test_hit_oracle.py` runs a million
-(some minutes), other ones with `LMCACHE_HIT_SEED=7`; a failure prints the case.
+(about ten minutes), other ones with `LMCACHE_HIT_SEED=7`; a failure prints the case.
 """
 
 import os
 import random
 
 import attrs
+import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
@@ -183,6 +184,7 @@ def test_the_hit_is_the_longest_right_prefix_and_its_load_is_what_the_engine_rea
     check(case, draw_computed(draw, case))
 
 
+@pytest.mark.timeout(180 + CASES // 100)  # a million cases take about ten minutes
 def test_the_same_holds_for_as_many_seeded_cases_as_asked_for():
     draw = random.Random(SEED)
     for number in range(CASES):
