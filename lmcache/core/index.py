@@ -8,7 +8,7 @@ from typing import Any
 
 from lmcache.core.keys import ChainHash, NamespaceDigest
 from lmcache.geometry.groups import Geometry
-from lmcache.geometry.layout import object_layout
+from lmcache.geometry.layout import object_cells
 
 
 class Node:
@@ -143,7 +143,7 @@ class Namespace:
         self.geometry = geometry
         self.chunk_size = chunk_size
         self.nodes: dict[ChainHash, Node] = {}
-        self.object_cells = tuple(object_layout(group, chunk_size, cell_bytes).cells for group in geometry.groups)
+        self.object_cells = tuple(object_cells(group, chunk_size, cell_bytes) for group in geometry.groups)
         """For each group, the cells of one shard's object."""
         self._first_slot: list[int] = []
         slots = 0

@@ -26,6 +26,11 @@ class GroupKind(enum.Enum):
     """Belongs to one request and means nothing to another: never stored, never loaded, covers no tokens."""
 
 
+MAX_RANKS = 4096
+"""Far beyond any engine: what a peer may make the server keep for each chunk is bounded by this and `MAX_GROUPS`."""
+
+MAX_GROUPS = 64
+
 WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 
 
@@ -97,8 +102,10 @@ class Geometry:
             raise GeometryError(
                 f"none of the {len(self.groups)} KV groups can be cached", remedy="run without the cache"
             )
-        if self.ranks < 1:
-            raise GeometryError(f"a geometry for {self.ranks} ranks", remedy="give at least 1")
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise GeometryError(f"a geometry for {self.ranks} ranks", remedy=f"give 1 to {MAX_RANKS}")
+        if len(self.groups) > MAX_GROUPS:
+            raise GeometryError(f"a geometry of {len(self.groups)} KV groups", remedy=f"give at most {MAX_GROUPS}")
         for number, group in enumerate(self.groups):
             if group.shards < 1 or self.ranks % group.shards:
                 raise GeometryError(
