@@ -64,7 +64,7 @@ class EvictionPolicy(abc.ABC):
     def remove(self, node: ChunkNode) -> None:
         """`node` left the cache, by eviction or otherwise. Called once per node, in any order of chains.
 
-        Nothing may refer to it afterwards, not even in a cycle: memory must not wait for the cyclic garbage collector.
+        Nothing may refer to it afterwards, not even in a cycle: the server runs with the cyclic garbage collector off.
         """
 
     @abc.abstractmethod

@@ -18,15 +18,12 @@ from lmcache.errors import PluginError
 from lmcache.geometry.groups import GroupKind
 from lmcache.plugins.checks import HOOKS, check_plugin
 from lmcache.plugins.offers import Offers
-from lmcache.plugins.sources import Origin, Source, announced, built_in, chosen, suggestion
+from lmcache.plugins.sources import BLOCK, Origin, Source, announced, built_in, chosen, suggestion
 
 if TYPE_CHECKING:  # only `cli` imports click
     import click
 
 log = logging.getLogger(__name__)
-
-BLOCK = "no:"
-"""Begins those values of `--plugin` that leave a plugin out."""
 
 
 @attrs.frozen
@@ -131,7 +128,7 @@ class PluginManager:
         except (Exception, SystemExit) as error:  # a plugin's own code runs here, and may raise anything
             raise PluginError(
                 f"{source} cannot be imported: {_cause(error)}",
-                remedy=f"repair or reinstall it, or {_leave_out(source)}",
+                remedy=f"repair or reinstall it, or {source.leave_out()}",
             ) from error
         if self._pluggy.is_registered(plugin):
             return  # reached twice, say by its entry point and by its module
@@ -165,7 +162,7 @@ class PluginManager:
             owner = self._owner(impl)
             raise PluginError(
                 f"{owner} failed in {impl.function.__name__}: {_cause(error)}",
-                remedy=f"repair it, or {_leave_out(owner)}",
+                remedy=f"repair it, or {owner.leave_out()}",
             ) from error
         return result
 
@@ -201,9 +198,3 @@ def _select(names: Sequence[str]) -> list[Source]:
 
 def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _leave_out(source: Source) -> str:
-    if source.origin is Origin.OPTION:
-        return "drop it from --plugin"
-    return f"leave it out with --plugin {BLOCK}{source.name}"

@@ -70,5 +70,5 @@ class Offers(Generic[C]):
         if taken.value is not value:
             raise PluginError(
                 f"{taken.owner} and {owner} both offer the {self._what} {name!r}",
-                remedy=f"leave one of them out, for example with --plugin no:{owner.name}",
+                remedy=f"{taken.owner.leave_out('the first')}, or {owner.leave_out('the second')}",
             )

@@ -26,6 +26,9 @@ BUILT_IN = (
 )
 """Modules of the built-in plugins, by name, so that `plugins` imports no engine package."""
 
+BLOCK = "no:"
+"""Begins those values of `--plugin` that leave a plugin out."""
+
 
 class Origin(enum.StrEnum):
     """How a plugin came in."""
@@ -56,6 +59,12 @@ class Source:
         if self.distribution:
             return f"plugin {self.name!r} ({self.origin} of {self.distribution} {self.version})"
         return f"plugin {self.name!r} ({self.origin})"
+
+    def leave_out(self, what: str = "it") -> str:
+        """Half a sentence for a remedy: how a user does without `what`, which is this plugin."""
+        if self.origin is Origin.OPTION:
+            return f"drop {what} from --plugin"
+        return f"leave {what} out with --plugin {BLOCK}{self.name}"
 
 
 def built_in() -> list[Source]:
@@ -118,7 +127,7 @@ def _is_module(name: str) -> bool:
     except ModuleNotFoundError as error:
         # a parent that is not there is an unknown name; one that is there but lacks something it needs is not
         return not name.startswith(f"{error.name}.") and error.name != name
-    except Exception:  # noqa: BLE001  # the parent package's own code raised: loading raises it again, and reports it
+    except (Exception, SystemExit):  # noqa: BLE001 - raised by the parent package: loading raises it again, in words
         return True
 
 
