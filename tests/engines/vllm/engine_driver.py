@@ -1,0 +1,80 @@
+"""Runs a real vLLM engine in a process of its own and does what a test asks, one JSON line at a time.
+
+    python engine_driver.py OPTIONS_JSON      keyword arguments of vllm.LLM
+
+Not imported by tests: they start it (see `conftest.py`), so that an engine and everything it starts end with one kill.
+"""
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+
+class Driver:
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        defaults = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "max_model_len": 8192,
+            "seed": 0,
+            "max_num_seqs": 8,
+            "disable_log_stats": False,
+        }
+        self.llm = LLM(**defaults | options)
+        self.names: dict[str, Any] = {"llm": self.llm, "driver": self}
+
+    def params(self, max_tokens: int, **more: Any) -> Any:
+        from vllm import SamplingParams
+
+        defaults = {"temperature": 0, "logprobs": 3, "detokenize": False, "ignore_eos": True}
+        return SamplingParams(max_tokens=max_tokens, **defaults | more)
+
+    def prompt(self, ids: list[int], salt: str | None) -> dict[str, Any]:
+        return {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt is not None else {})
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, salt: str | None, **more: Any) -> list[dict[str, Any]]:
+        inputs = [self.prompt(ids, salt) for ids in prompts]
+        outputs = self.llm.generate(inputs, self.params(max_tokens, **more), use_tqdm=False)
+        return [self.answer(output) for output in outputs]
+
+    def answer(self, output: Any) -> dict[str, Any]:
+        made = output.outputs[0]
+        chosen = made.logprobs or []
+        return {
+            "tokens": list(made.token_ids),
+            "logprobs": [step[token].logprob for step, token in zip(chosen, made.token_ids, strict=False)],
+            "cached": output.num_cached_tokens,
+            "finish": made.finish_reason,
+        }
+
+    def reset(self, reset_connector: bool = False) -> bool:
+        return self.llm.reset_prefix_cache(reset_connector=reset_connector)
+
+    def run(self, code: str, **values: Any) -> Any:
+        names = self.names | values
+        exec(code, names)
+        return names.get("result")
+
+
+def main() -> None:
+    # vLLM and what it starts write to standard output; answers keep the pipe for themselves
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    driver = Driver(json.loads(sys.argv[1]))
+    print(json.dumps({"result": "ready"}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply = {"result": getattr(driver, request.pop("do"))(**request)}
+        except Exception:
+            reply = {"error": traceback.format_exc()}
+        print(json.dumps(reply), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
