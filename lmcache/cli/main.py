@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
     try:
-        with cli.make_context("lmcache", arguments) as ctx:
+        with cli.make_context("lmcache", arguments.copy()) as ctx:
             cli.invoke(ctx)
         sys.stdout.flush()
     except click.exceptions.Exit as end:

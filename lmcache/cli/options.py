@@ -22,7 +22,7 @@ def gigabytes(text: str) -> int:
         raise click.BadParameter(f"{text!r} is not a number; the flag counts GB (2^30 bytes): {hint}") from None
     if not (math.isfinite(number) and number > 0):
         raise click.BadParameter(f"{text} is not a size; give a positive number of GB")
-    return int(number * GIB)
+    return round(number * GIB)
 
 
 def _is_number(text: str) -> bool:

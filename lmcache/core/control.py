@@ -109,27 +109,36 @@ class Control:
             time.sleep(IDLE_POLL_SECONDS)
 
     def _call(self, request: Message, kind: type[ReplyT]) -> ReplyT:
+        self._check_listening()  # ZeroMQ connects for ever, and never says that nobody is there
         self._socket.send(encode(request))
         until = time.monotonic() + self.deadline
         while (remaining := until - time.monotonic()) > 0 and self._socket.poll(int(remaining * 1000) + 1):
-            frames = self._socket.recv_multipart()
-            reply = decode_reply(frames[-1])
+            reply = self._read(self._socket.recv_multipart()[-1])
             if reply.id == request.id:
                 return _expect(reply, kind)
-        raise self._unanswered()
-
-    def _unanswered(self) -> ServerUnavailable:
-        try:
-            socket.create_connection((self.address.host, self.address.port), timeout=self.deadline).close()
-        except OSError as error:
-            return ServerUnavailable(
-                f"no lmcache server at {self.address}: {error.strerror or error}",
-                remedy="start one with `lmcache server`, or name another with --host and --port",
-            )
-        return DeadlineExceeded(
+        self._check_listening()
+        raise DeadlineExceeded(
             f"what listens at {self.address} did not answer as an lmcache server within {self.deadline:g} s",
             remedy="it is another program (choose another --port), or a server that has been stopped",
         )
+
+    def _check_listening(self) -> None:
+        try:
+            socket.create_connection((self.address.host, self.address.port), timeout=self.deadline).close()
+        except OSError as error:
+            raise ServerUnavailable(
+                f"no lmcache server at {self.address}: {error.strerror or error}",
+                remedy=f"start one with `lmcache server --port {self.address.port}`, or give --host and --port of one",
+            ) from error
+
+    def _read(self, frame: bytes) -> Message:
+        try:
+            return decode_reply(frame)
+        except ProtocolError as error:
+            raise ProtocolError(
+                f"what listens at {self.address} is no lmcache server: it sent {error}",
+                remedy="it is another program; choose another --port",
+            ) from error
 
     def close(self) -> None:
         """Close the connection."""

@@ -318,7 +318,7 @@ def _bind_router(host: str, port: int) -> Iterator[tuple["zmq.Socket[bytes]", in
             router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}",
+                f"cannot listen on {host}:{port}: {zmq.strerror(error.errno or 0)}",
                 remedy="stop what uses the port, or choose another with --port",
             ) from error
         yield router, int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])

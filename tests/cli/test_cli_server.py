@@ -1,0 +1,179 @@
+"""`lmcache server`, from its ready line to what it leaves behind: nothing."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmcache import __version__
+from lmcache.core.client import Client, ClientSettings, Engine
+from lmcache.core.control import Control, ServerAddress
+from lmcache.core.protocol import Role
+from lmcache.errors import LinkLost
+from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
+
+ENGINE = Engine({"model": "test"}, Geometry((KVGroup(GroupKind.FULL, 64, (4096,)),)), Role.WORKER)
+
+
+def memfds_of(pid: int) -> set[str]:
+    links = {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    return {link for link in links if link.startswith("/memfd:")}
+
+
+def unix_sockets() -> str:
+    return Path("/proc/net/unix").read_text()
+
+
+def test_the_ready_line_says_what_was_started(start_server) -> None:
+    server = start_server("--chunk-size", "256", "--eviction-policy", "lru")
+
+    assert server.ready_line == (
+        f"lmcache server ready on 127.0.0.1:{server.port}: L1 0.0498 GB in 51 cells, policy LRU, chunk size 256 "
+        f"tokens, epoch {server.epoch}\n"
+    )
+
+
+def test_the_commands_that_people_already_type_are_understood(start_server) -> None:
+    start_server("--chunk-size", "256", "--separate-object-groups", "--eviction-policy", "LRU")
+    server = start_server("--max-workers", "8", "--eviction-policy", "LRU", "--chunk-size", "1024")
+
+    with Control(ServerAddress(port=server.port)) as control:
+        assert control.status()["chunk_size"] == 1024
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_0_and_nothing_is_left(start_server, number) -> None:
+    server = start_server()
+    address = ServerAddress(port=server.port)
+    with Control(address) as control:
+        unix_socket = control.hello().socket
+    assert memfds_of(server.process.pid) == {"/memfd:lmcache-l1 (deleted)"}
+    assert unix_socket in unix_sockets()
+
+    assert server.end(number) == (0, "", "")
+
+    assert not Path(f"/proc/{server.process.pid}").exists()
+    assert unix_socket not in unix_sockets()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address.host, address.port))
+
+
+def test_killed_it_leaves_nothing_either_and_its_port_serves_again(start_server) -> None:
+    server = start_server()
+    with Control(ServerAddress(port=server.port)) as control:
+        unix_socket = control.hello().socket
+
+    assert server.end(signal.SIGKILL) == (-signal.SIGKILL, "", "")
+
+    assert unix_socket not in unix_sockets()
+    again = start_server("--port", str(server.port))
+    assert again.port == server.port
+    assert again.epoch != server.epoch
+
+
+def test_a_store_in_flight_is_let_finish_before_the_server_ends(start_server) -> None:
+    server = start_server()
+    client = Client(ServerAddress(port=server.port), ENGINE, ClientSettings(deadline=10.0))
+    client.start(wait=10)
+    link = client.link()
+    reserved = link.reserve("", b"", bytes(16), group=0, shard=0)
+
+    server.process.send_signal(signal.SIGTERM)
+    with Control(ServerAddress(port=server.port)) as control:
+        assert control.status()["gauges"]["reservations"] == 1
+    with contextlib.suppress(LinkLost):  # the server may be gone before its answer has been read
+        link.commit(reserved.reservation)
+    out, err = server.process.communicate(timeout=30)
+    client.close()
+
+    assert (server.process.returncode, out, err) == (0, "", "")
+
+
+def test_a_second_signal_ends_it_at_once_though_a_store_is_in_flight(start_server) -> None:
+    server = start_server("--log-level", "info")
+    client = Client(ServerAddress(port=server.port), ENGINE, ClientSettings(deadline=10.0))
+    client.start(wait=10)
+    client.link().reserve("", b"", bytes(16), group=0, shard=0)
+
+    # one after the other, so that the kernel does not merge two equal signals into one
+    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(signal.SIGINT)
+    server.process.communicate(timeout=30)
+    client.close()
+
+    assert server.process.returncode in {128 + signal.SIGINT, 128 + signal.SIGTERM}
+
+
+def test_a_named_socket_goes_with_the_server_or_with_the_next_start(start_server, tmp_path) -> None:
+    folder = tmp_path / "run"
+    server = start_server("--socket-dir", str(folder))
+    with Control(ServerAddress(port=server.port)) as control:
+        assert Path(control.hello().socket).parent == folder
+    assert server.end(signal.SIGKILL)[0] == -signal.SIGKILL
+    assert list(folder.glob("*.sock")) != []
+
+    assert start_server("--socket-dir", str(folder), "--port", str(server.port)).end() == (0, "", "")
+
+    assert list(folder.iterdir()) == []
+
+
+def test_ping_says_who_answers(lmcache, start_server) -> None:
+    server = start_server()
+    spoken = lmcache("ping", "--port", str(server.port))
+    figures = json.loads(lmcache("ping", "--port", str(server.port), "--json").stdout)
+
+    assert spoken.returncode == 0
+    assert spoken.stdout.startswith(f"127.0.0.1:{server.port} answered in ")
+    assert spoken.stdout.endswith(f" ms: lmcache {__version__}, protocol 1, epoch {server.epoch}\n")
+    assert figures.pop("seconds") > 0
+    assert figures == {
+        "address": f"127.0.0.1:{server.port}",
+        "version": __version__,
+        "protocol": 1,
+        "epoch": server.epoch,
+    }
+
+
+def test_status_shows_an_engine_and_its_store_and_wait_idle_waits_for_it(lmcache, start_server) -> None:
+    server = start_server("--chunk-size", "128")
+    port = str(server.port)
+    client = Client(ServerAddress(port=server.port), ENGINE, ClientSettings(deadline=10.0))
+    client.start(wait=10)
+    link = client.link()
+    reserved = link.reserve("", b"", bytes(16) + b"\1" * 16, group=0, shard=0)
+
+    report = json.loads(lmcache("status", "--port", port, "--json").stdout)
+    assert report["gauges"]["reservations"] == 1
+    assert report["gauges"]["cells_used"] == 2
+    assert [(each["role"], each["rank"], each["pid"]) for each in report["clients"]] == [("worker", 0, os.getpid())]
+    late = lmcache("wait-idle", "--port", port, "--timeout", "0.1")
+    assert late.stderr == (
+        f"lmcache: 1 stores are still in flight at 127.0.0.1:{port} after 0.1 s; look for a stopped engine with "
+        "lmcache status, or wait longer with --timeout\n"
+    )
+    assert late.returncode == 1
+
+    link.commit(reserved.reservation)
+    idle = lmcache("wait-idle", "--port", port)
+    assert (idle.returncode, idle.stdout, idle.stderr) == (0, f"no store is in flight at 127.0.0.1:{port}\n", "")
+    shown = lmcache("status", "--port", port).stdout
+    client.close()
+
+    assert f"lmcache {__version__} at 127.0.0.1:{port}, pid {server.process.pid}, up " in shown
+    assert "policy LRU, chunk size 128 tokens\n" in shown
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["worker", "0", str(os.getpid()), "test", "128", link.namespace.hex()] in lines
+    assert ["shards_committed", "2"] in [words[:2] for words in lines]
+
+
+def test_the_console_script_is_the_same_command() -> None:
+    script = Path(sys.executable).with_name("lmcache")
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, check=False, timeout=60)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"lmcache, version {__version__}\n", "")
