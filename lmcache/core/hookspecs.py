@@ -1,7 +1,8 @@
 """Every extension point. A plugin is a module (or object) with functions of these names, decorated with `hookimpl`.
 
-Hooks *find* things, once, when a process starts; what they return is called directly from then on. A function whose
-name starts with `lmcache_` and is not listed here stops the start, so that a misspelt hook is never silent.
+Hooks *find* things, once, when a process starts; what they return is called directly from then on. An implementation
+takes the arguments that it wants, by name. A function named `lmcache_…` that is not listed here, or lacks the decorator,
+stops the start: a misspelt hook is never silent. `docs/reference/hooks.md` is this file for users.
 """
 
 from typing import TYPE_CHECKING
@@ -29,9 +30,10 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def lmcache_register_eviction_policies() -> list[type[EvictionPolicy]]:  # type: ignore[empty-body]
-    """Policies to choose from with `--eviction-policy NAME`. Called once, before the server reads its other options.
+    """Policies to choose from with `--eviction-policy NAME`. Called once, when a process builds its plugin manager.
 
-    Two plugins that return policies of one name (compared without case) stop the start; both are named.
+    Two plugins that return policies of one name (compared without case) stop the start; both are named. The server
+    makes one instance of the class that is chosen, without arguments.
     """
 
 
@@ -39,7 +41,8 @@ def lmcache_register_eviction_policies() -> list[type[EvictionPolicy]]:  # type:
 def lmcache_register_engine_adapters() -> "list[type[EngineAdapter]]":  # type: ignore[empty-body]
     """Engine adapters, for `lmcache plugins` and for tools that look one up by engine name.
 
-    Called once. The class must be importable without its engine: it names the module to load when the engine asks.
+    Called once, when a process builds its plugin manager. The class must be importable without its engine: it names the
+    module to load when the engine asks.
     """
 
 
@@ -47,8 +50,9 @@ def lmcache_register_engine_adapters() -> "list[type[EngineAdapter]]":  # type: 
 def lmcache_classify_kv_spec(engine: str, spec: object) -> GroupKind | None:
     """The kind of one KV spec that `engine` reports, decided by its exact class; None = not mine, ask the next plugin.
 
-    Called once per spec in the engine's worker when it registers its KV caches. A spec that nobody classifies is
-    refused at start, naming layer and class: a wrong guess here would serve wrong tokens.
+    Called once per spec in the engine's processes when the engine describes its KV caches; the plugin loaded last is
+    asked first. A spec that nobody classifies is refused at start, naming layer and class: a wrong guess here would
+    serve wrong tokens.
     """
 
 
@@ -57,7 +61,7 @@ def lmcache_classify_kv_spec(engine: str, spec: object) -> GroupKind | None:
 
 @hookspec
 def lmcache_register_commands(cli: "click.Group") -> None:
-    """Add commands to `lmcache` with `cli.add_command`. Called once per run of the command line."""
+    """Add commands to `lmcache` with `cli.add_command`. Called once per run that needs them; installed plugins only."""
 
 
 # ------------------------------------------------------------------------------------- while running, off the hot path
@@ -65,9 +69,9 @@ def lmcache_register_commands(cli: "click.Group") -> None:
 
 @hookspec
 def lmcache_server_started(address: str) -> None:
-    """The server answers at `address` (`host:port`). Called once, in the server's thread."""
+    """The server answers at `address` (`host:port`). Called once, in the server's thread; whoever raises is logged."""
 
 
 @hookspec
 def lmcache_server_stopping() -> None:
-    """The server got its stop signal and has answered its last request. Called once, in the server's thread."""
+    """The server has answered its last request. Called once, in the server's thread; whoever raises is logged."""

@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -217,6 +217,9 @@ class _PolicyMachine(RuleBasedStateMachine):
 class EvictionPolicySuite(abc.ABC):
     """What every eviction policy must pass. Derive a class named `Test…` and say how to make the policy."""
 
+    search: ClassVar[settings] = settings(max_examples=50, stateful_step_count=30, deadline=None)
+    """How long hypothesis looks for calls that confuse the policy: more `max_examples` look longer."""
+
     @abc.abstractmethod
     def make_policy(self) -> EvictionPolicy:
         """A new policy that knows no nodes, as the server makes it."""
@@ -334,7 +337,7 @@ class EvictionPolicySuite(abc.ABC):
 
     def test_no_sequence_of_calls_confuses_it(self) -> None:
         machine = type("Machine", (_PolicyMachine,), {"make_policy": staticmethod(self.make_policy)})
-        run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=30, deadline=None))
+        run_state_machine_as_test(machine, settings=self.search)
 
     def _steps(self, size: int) -> int:
         """What the same few calls cost a policy that knows `size` nodes."""

@@ -1,0 +1,69 @@
+"""A plugin that implements every hook and writes down, in the file named by EVERY_HOOK_LOG, what it was called with."""
+
+import os
+from pathlib import Path
+
+import click
+
+from lmcache.core.adapter import EngineAdapter
+from lmcache.core.hookspecs import hookimpl
+from lmcache.geometry.groups import GroupKind
+from lmcache.plugins.eviction.lru import LRU
+from lmcache.plugins.manager import PluginManager
+
+
+class Policy(LRU):
+    name = "every-hook"
+
+
+class Adapter(EngineAdapter):
+    engine = "every-hook"
+    module = "nowhere"
+    status = "for tests"
+
+
+class Spec:
+    """A KV spec of the engine above."""
+
+
+def note(hook, *arguments):
+    with Path(os.environ["EVERY_HOOK_LOG"]).open("a") as log:
+        print(hook, *arguments, file=log)
+
+
+@hookimpl
+def lmcache_register_eviction_policies():
+    note("lmcache_register_eviction_policies")
+    return [Policy]
+
+
+@hookimpl
+def lmcache_register_engine_adapters():
+    note("lmcache_register_engine_adapters")
+    return [Adapter]
+
+
+@hookimpl
+def lmcache_classify_kv_spec(engine, spec):
+    note("lmcache_classify_kv_spec", engine, type(spec).__name__)
+    return GroupKind.SCRATCH if isinstance(spec, Spec) else None
+
+
+@hookimpl
+def lmcache_register_commands(cli):
+    note("lmcache_register_commands", cli.name)
+
+    @cli.command("classify")
+    def classify():
+        """Classify a spec as an adapter does."""
+        click.echo(PluginManager().classify_kv_spec("every-hook", Spec()))
+
+
+@hookimpl
+def lmcache_server_started(address):
+    note("lmcache_server_started", address)
+
+
+@hookimpl
+def lmcache_server_stopping():
+    note("lmcache_server_stopping")
