@@ -1,7 +1,7 @@
 """Every extension point. A plugin is a module (or object) with functions of these names, decorated with `hookimpl`.
 
 Hooks *find* things, once, when a process starts; what they return is called directly from then on. An implementation
-takes the arguments that it wants, by name. A function named `lmcache_…` that is not listed here, or lacks the decorator,
+takes the arguments that it wants, by name. A function named `lmcache_…` that is not listed here or lacks the decorator
 stops the start: a misspelt hook is never silent. `docs/reference/hooks.md` is this file for users.
 """
 
