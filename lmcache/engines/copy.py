@@ -68,7 +68,7 @@ class Copier:
     def __init__(self, pages: Pages, layout: ObjectLayout, cell_bytes: int) -> None:
         """Plan the copies of `layout`. Raises GeometryError when the pages are not those of the layout."""
         _check(pages, layout)
-        self._layout = layout
+        self.layout = layout
         self._cell_bytes = cell_bytes
         self._blocks = pages.blocks
         self._lanes = [_lane(pages, layers, layout, cell_bytes) for layers in _partition(pages, layout, cell_bytes)]
@@ -79,8 +79,8 @@ class Copier:
         The caller sees to it that the pages are written and stay so until this returns. Unused ends of cells are left
         alone. Raises IndexError, before a byte is moved, when a block or a cell does not exist or the counts differ.
         """
-        if len(block_ids) != self._layout.blocks:
-            raise IndexError(f"{len(block_ids)} block ids for an object of {self._layout.blocks} blocks")
+        if len(block_ids) != self.layout.blocks:
+            raise IndexError(f"{len(block_ids)} block ids for an object of {self.layout.blocks} blocks")
         ids = self._ids(block_ids, 0)
         offsets = self._offsets(arena, cells)
         for lane in self._lanes:
@@ -91,8 +91,8 @@ class Copier:
 
         No other page is touched. Raises IndexError as `store` does.
         """
-        if not 0 <= first <= first + len(block_ids) <= self._layout.blocks:
-            raise IndexError(f"kept positions {first} to {first + len(block_ids)} of {self._layout.blocks}")
+        if not 0 <= first <= first + len(block_ids) <= self.layout.blocks:
+            raise IndexError(f"kept positions {first} to {first + len(block_ids)} of {self.layout.blocks}")
         if not block_ids:
             return
         ids = self._ids(block_ids, first)
@@ -102,7 +102,7 @@ class Copier:
 
     def _ids(self, block_ids: Sequence[int], first: int) -> Integers:
         """Block ids by kept position; positions that are not copied get block 0 and are never looked at."""
-        ids = np.zeros(self._layout.blocks, np.int64)
+        ids = np.zeros(self.layout.blocks, np.int64)
         ids[first : first + len(block_ids)] = block_ids
         # np.take clips and plain indexing wraps: a wrong id would move a foreign page
         if ids.min() < 0 or ids.max() >= self._blocks:
@@ -110,8 +110,8 @@ class Copier:
         return ids
 
     def _offsets(self, arena: Bytes, cells: Sequence[int]) -> list[int]:
-        if len(cells) != self._layout.cells:
-            raise IndexError(f"{len(cells)} cells for an object of {self._layout.cells}")
+        if len(cells) != self.layout.cells:
+            raise IndexError(f"{len(cells)} cells for an object of {self.layout.cells}")
         offsets = [int(cell) * self._cell_bytes for cell in cells]
         if min(offsets) < 0 or max(offsets) + self._cell_bytes > len(arena):
             raise IndexError(f"cells {list(cells)} of an arena with {len(arena) // self._cell_bytes}")
