@@ -20,12 +20,12 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --log $(VENV)/setup.log
+INSTALL := tools/pip-install $(VENV)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo demo-vllm bench test check docs clean
+.PHONY: help demo demo-vllm bench test check check-format check-lint check-types check-imports docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -44,10 +44,18 @@ test: $(VENV)/.dev $(VENV)/.vllm
 	@cat $(VENV)/no-vllm
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-check: $(VENV)/.dev
+check: check-format check-lint check-types check-imports
+
+check-format: $(VENV)/.dev
 	$(BIN)/ruff format --check .
+
+check-lint: $(VENV)/.dev
 	$(BIN)/ruff check .
+
+check-types: $(VENV)/.dev
 	$(BIN)/mypy
+
+check-imports: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.dev
@@ -59,20 +67,20 @@ clean:
 # ------------------------------------------------------------------------------------------- set-up, a stamp for each step
 
 # The command line, the server and the reference engine: seconds.
-$(VENV)/.light: pyproject.toml tools/find-python
+$(VENV)/.light: pyproject.toml tools/find-python tools/pip-install
 	@[ -n "$(PYTHON)" ] || { tools/find-python; exit 1; }
 	@echo "setting up $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e '.[numpy]'
+	@$(INSTALL) -e '.[numpy]'
 	@touch $@
 
 # Tests, linters, docs: well under a minute.
 $(VENV)/.dev: $(VENV)/.light
 	@echo "installing test and development tools"
-	@$(PIP) -e '.[dev]'
+	@$(INSTALL) -e '.[dev]'
 	@touch $@
 
 # A real vLLM: about four minutes. Leaves the reason in .venv/no-vllm, empty where vLLM is there.
-$(VENV)/.vllm: $(VENV)/.light tools/install-vllm
+$(VENV)/.vllm: $(VENV)/.light tools/install-vllm tools/pip-install
 	@TORCH_INDEX='$(TORCH_INDEX)' tools/install-vllm $(VENV)
 	@touch $@
