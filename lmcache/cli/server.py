@@ -116,7 +116,7 @@ def _serve(config: "ServerConfig", eviction_policy: str, names: tuple[str, ...])
     from lmcache.plugins.manager import PluginManager
 
     plugins = PluginManager(names)
-    policy = plugins.find_policy(eviction_policy)()
+    policy = plugins.make_policy(eviction_policy)
     running = Server(config, policy)
     _stop_on_signals(running)
     click.echo(_ready_line(running, policy.name))

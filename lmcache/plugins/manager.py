@@ -67,6 +67,18 @@ class PluginManager:
         """The policy that `--eviction-policy name` selects, case ignored; PluginError lists the known ones."""
         return self._policies.find(name)
 
+    def make_policy(self, name: str) -> EvictionPolicy:
+        """An instance of the policy that `find_policy` finds; PluginError, too, if it cannot be made."""
+        policy = self.find_policy(name)
+        try:
+            return policy()
+        except (Exception, SystemExit) as error:  # a plugin's own code runs here, and may raise anything
+            where = f"{policy.__module__}.{policy.__qualname__}"
+            raise PluginError(
+                f"the eviction policy {name!r}, {where}, cannot be made: {_cause(error)}",
+                remedy="choose another, or repair it: a policy is made without arguments",
+            ) from error
+
     def find_adapter(self, engine: str) -> type[EngineAdapter]:
         """The adapter of an engine, case ignored; PluginError lists the known ones."""
         return self._adapters.find(engine)

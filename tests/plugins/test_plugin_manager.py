@@ -313,6 +313,18 @@ def test_an_unknown_policy_lists_the_known_ones(shelf):
     )
 
 
+def test_a_policy_that_cannot_be_made_is_no_internal_error(shelf):
+    path = shelf.policy("sized_plugin", "sized")
+    path.write_text(path.read_text() + "Policy.__init__ = lambda self, size: None")
+    with pytest.raises(PluginError) as refused:
+        PluginManager(["sized_plugin"]).make_policy("SIZED")
+    assert str(refused.value) == (
+        "the eviction policy 'SIZED', sized_plugin.Policy, cannot be made: TypeError: <lambda>() missing 1 required "
+        "positional argument: 'size'; choose another, or repair it: a policy is made without arguments"
+    )
+    assert type(PluginManager().make_policy("lru")) is LRU
+
+
 def test_two_plugins_that_offer_one_policy_are_both_named(shelf):
     shelf.policy("own_lru", "lru")
     assert refusal(["own_lru"]) == (
