@@ -81,7 +81,7 @@ def test_a_geometry_needs_a_group_that_is_stored():
 
 
 def test_a_geometry_needs_a_rank():
-    assert refusal(Geometry, (FULL,), ranks=0) == "a geometry for 0 ranks; give at least 1"
+    assert refusal(Geometry, (FULL,), ranks=0) == "a geometry for 0 ranks; give 1 to 4096"
 
 
 @pytest.mark.parametrize("shards", [0, -1, 3, 8])
