@@ -1,0 +1,166 @@
+"""Directives that write what the code says, so that the site cannot disagree with it.
+
+    {drawing} NAME          docs/drawings/NAME.svg, inline, so that it follows the theme's colours
+    {options} COMMAND       the options of `lmcache COMMAND`
+    {counters}, {gauges}    the numbers of core/metrics.py
+    {docstring} MODULE      a module's docstring, which is Markdown
+    {extra-config}          the keys of the vLLM connector
+    {adapters}              engines and what has been proved of each
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import attrs
+import click
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+DRAWINGS = Path(__file__).parent.parent / "drawings"
+
+
+class _FromCode(SphinxDirective):
+    """Renders the Markdown that `lines` gives."""
+
+    optional_arguments: ClassVar[int] = 0
+
+    def lines(self) -> Iterable[str]:
+        raise NotImplementedError
+
+    def run(self) -> list[nodes.Node]:
+        holder = nodes.container()
+        self.state.nested_parse(StringList(list(self.lines()), self.name), self.content_offset, holder)
+        return holder.children
+
+
+class Drawing(SphinxDirective):
+    """An SVG file, inline."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        """The drawing, with the content as its caption."""
+        path = DRAWINGS / f"{self.arguments[0]}.svg"
+        self.env.note_dependency(str(path))
+        figure = nodes.container(classes=["drawing"])
+        figure += nodes.raw("", path.read_text(), format="html")
+        caption = nodes.container(classes=["drawing-caption"])
+        self.state.nested_parse(self.content, self.content_offset, caption)
+        figure += caption
+        return [figure]
+
+
+class Options(_FromCode):
+    """The options of one command."""
+
+    required_arguments = 1
+
+    def lines(self) -> Iterator[str]:
+        """A table with a row for each option."""
+        name = self.arguments[0]
+        module = importlib.import_module(f"lmcache.cli.{name.replace('-', '_')}")
+        command: click.Command = getattr(module, name.replace("-", "_"))
+        context = click.Context(command, info_name=name)
+        return _table(("option", "default", "what it does"), (_option(p, context) for p in _options(command)))
+
+
+def _options(command: click.Command) -> list[click.Option]:
+    return [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+
+
+def _option(option: click.Option, context: click.Context) -> tuple[str, str, str]:
+    value = "" if option.is_flag else f" {option.make_metavar(context)}"
+    repeated = option.multiple or option.is_flag or not option.show_default
+    return f"`{option.opts[-1]}{value}`", "" if repeated else f"`{option.default}`", option.help or ""
+
+
+class Counters(_FromCode):
+    """What only grows."""
+
+    def lines(self) -> Iterator[str]:
+        """A table with a row for each counter."""
+        from lmcache.core.metrics import Counters as Numbers
+
+        rows = ((f"`{f.name}`", f.metadata["unit"], f.metadata["sentence"]) for f in attrs.fields(Numbers))
+        return _table(("counter", "unit", "what it counts"), rows)
+
+
+class Gauges(_FromCode):
+    """What goes up and down."""
+
+    def lines(self) -> Iterator[str]:
+        """A table with a row for each gauge."""
+        from lmcache.core.metrics import GAUGES
+
+        return _table(
+            ("gauge", "unit", "what it tells"), ((f"`{name}`", *meaning) for name, meaning in GAUGES.items())
+        )
+
+
+class Docstring(_FromCode):
+    """A module's docstring without its first sentence, which the page's own words replace."""
+
+    required_arguments = 1
+
+    def lines(self) -> Iterator[str]:
+        """The docstring's lines."""
+        text = inspect.getdoc(importlib.import_module(self.arguments[0])) or ""
+        if "\n\n" not in text:
+            raise self.error(f"{self.arguments[0]} has no docstring of more than one paragraph")
+        yield from text.split("\n\n", 1)[1].splitlines()
+
+
+class ExtraConfig(_FromCode):
+    """Keys that are accepted and set nothing; those that do are explained by hand, and a test compares."""
+
+    def lines(self) -> Iterator[str]:
+        """A table with a row for each such key."""
+        from lmcache.engines.vllm.settings import NOTED
+
+        return _table(("key", "why it sets nothing"), ((f"`{key}`", why) for key, why in NOTED.items()))
+
+
+class Adapters(_FromCode):
+    """Engines, as `lmcache plugins` knows them."""
+
+    def lines(self) -> Iterator[str]:
+        """A table with a row for each adapter."""
+        from lmcache.plugins.manager import PluginManager
+
+        manager = PluginManager()
+        names = [name for plugin in manager.describe() for name in plugin.adapters]
+        return _table(("engine", "status"), ((f"`{n}`", _sentence(manager.find_adapter(n).status)) for n in names))
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield from (_row(head), _row(["---"] * len(head)))
+    yield from map(_row, rows)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Called by Sphinx."""
+    for name, directive in (
+        ("drawing", Drawing),
+        ("options", Options),
+        ("counters", Counters),
+        ("gauges", Gauges),
+        ("docstring", Docstring),
+        ("extra-config", ExtraConfig),
+        ("adapters", Adapters),
+    ):
+        app.add_directive(name, directive)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
