@@ -177,3 +177,64 @@ def test_the_console_script_is_the_same_command() -> None:
     done = subprocess.run([script, "--version"], capture_output=True, text=True, check=False, timeout=60)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, f"lmcache, version {__version__}\n", "")
+
+
+def test_plugins_hear_of_start_and_end_and_one_that_raises_hurts_nobody(start_server, tmp_path) -> None:
+    heard = tmp_path / "heard"
+    (tmp_path / "observer.py").write_text(f"""
+from lmcache.core.hookspecs import hookimpl
+
+def hear(what):
+    with open({str(heard)!r}, "a") as file:
+        print(what, file=file)
+
+@hookimpl
+def lmcache_server_started(address):
+    hear(address)
+    raise RuntimeError("an observer's own trouble")
+
+@hookimpl
+def lmcache_server_stopping():
+    hear("stopping")
+""")
+    server = start_server("--plugin", str(tmp_path / "observer.py"))
+    with Control(ServerAddress(port=server.port)) as control:
+        control.ping()
+    code, _, err = server.end()
+
+    assert code == 0
+    assert heard.read_text() == f"127.0.0.1:{server.port}\nstopping\n"
+    assert "lmcache_server_started" in err
+    assert "RuntimeError: an observer's own trouble" in err
+
+
+def test_a_policy_of_a_third_party_is_selected_by_its_name(start_server, tmp_path) -> None:
+    (tmp_path / "mine.py").write_text("""
+from lmcache.core.hookspecs import hookimpl
+from lmcache.core.policy import EvictionPolicy
+
+class Mine(EvictionPolicy):
+    name = "my-policy"
+    def insert(self, node): pass
+    def touch(self, nodes): pass
+    def remove(self, node): pass
+    def victims(self): return iter(())
+
+@hookimpl
+def lmcache_register_eviction_policies():
+    return [Mine]
+""")
+    server = start_server("--plugin", str(tmp_path / "mine.py"), "--eviction-policy", "MY-policy")
+
+    assert ", policy my-policy, " in server.ready_line
+
+
+def test_a_running_server_has_loaded_neither_engine_nor_numpy_nor_what_is_dear(start_server) -> None:
+    server = start_server(launcher=("-X", "importtime", "-m", "lmcache"))
+    with Control(ServerAddress(port=server.port)) as control:
+        control.status()
+    _, _, err = server.end()
+
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in err.splitlines()}
+    assert {"lmcache", "zmq", "msgspec"} <= loaded
+    assert loaded.isdisjoint({"torch", "vllm", "sglang", "tensorrt_llm", "numpy", "rich", "prometheus_client"})
