@@ -75,7 +75,7 @@ def _options(command: click.Command) -> list[click.Option]:
 
 
 def _option(option: click.Option, context: click.Context) -> tuple[str, str, str]:
-    value = "" if option.is_flag else f" {option.make_metavar(context)}"
+    value = "" if option.is_flag else f" {option.make_metavar(context).removesuffix(' RANGE')}"
     repeated = option.multiple or option.is_flag or not option.show_default
     return f"`{option.opts[-1]}{value}`", "" if repeated else f"`{option.default}`", option.help or ""
 
