@@ -2,8 +2,12 @@
 
 import importlib.metadata
 import importlib.util
+import os
 
 import pytest
+
+# read when NumPy is loaded: BLAS threads fight over the reference engine's small matrices, which takes ten times as long
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 pytest_plugins = ["leaks"]
 

@@ -47,6 +47,8 @@ class Pages:
         Blocks may lie any distance apart. Views of one array are copied together whatever else lies between them, so
         cut them from one array where the engine has one. Raises GeometryError for a view that is none of that.
         """
+        if not layers:
+            raise GeometryError("a KV group without layers has no pages", remedy="leave scratch groups out")
         for number, layer in enumerate(layers):
             if layer.dtype != np.uint8 or layer.ndim != 2 or 0 in layer.shape or layer.strides[1] != 1:
                 raise GeometryError(

@@ -298,3 +298,9 @@ def test_pages_of_another_size_than_the_geometry_says_are_refused() -> None:
     with pytest.raises(GeometryError) as refused:
         Copier(Pages(contiguous([4096, 2048])[1]), layout, 16384)
     assert "pages of [4096, 2048] bytes, the geometry of [4096, 4096]" in str(refused.value)
+
+
+def test_a_group_without_layers_is_refused() -> None:
+    with pytest.raises(GeometryError) as refused:
+        Pages([])
+    assert str(refused.value) == "a KV group without layers has no pages; leave scratch groups out"

@@ -1,0 +1,77 @@
+"""What tests of the reference engine share: a real server beside it, prompts, and what it means to answer the same."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import attrs
+import numpy as np
+import pytest
+
+from lmcache.core.control import Control, ServerAddress
+from lmcache.engines.reference.demo import same_answer
+from lmcache.engines.reference.requests import Output
+
+READY = re.compile(r"lmcache server ready on (\S+): .* epoch ([0-9a-f]{16})\n")
+
+
+@attrs.define
+class RunningServer:
+    """A server process."""
+
+    process: subprocess.Popen[str]
+    address: str
+    epoch: str
+
+    def gauges(self) -> dict[str, int]:
+        return self._report()["gauges"]
+
+    def counters(self) -> dict[str, int]:
+        return self._report()["counters"]
+
+    def wait_idle(self) -> None:
+        with Control(ServerAddress.parse(self.address)) as control:
+            control.wait_idle()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _report(self) -> dict[str, dict[str, int]]:
+        with Control(ServerAddress.parse(self.address)) as control:
+            return control.status()
+
+
+StartServer = Callable[..., RunningServer]
+
+
+def start(*arguments: str, port: int = 0) -> RunningServer:
+    command = [sys.executable, "-m", "lmcache", "server", "--log-level", "error", "--l1-cell-kb", "64"]
+    size = [] if "--l1-size-gb" in arguments else ["--l1-size-gb", "0.125"]
+    process = subprocess.Popen(
+        [*command, "--port", str(port), *size, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    line = process.stdout.readline() if process.stdout else ""
+    ready = READY.fullmatch(line)
+    if ready is None:
+        process.kill()
+        pytest.fail(f"the server said {line!r} and {process.communicate()[1]!r}")
+    return RunningServer(process, ready[1], ready[2])
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    """Random tokens; a longer prompt of the same seed begins with a shorter one."""
+    return np.random.default_rng([7, seed]).integers(0, 512, 4096).tolist()[:tokens]
+
+
+def assert_same(one: Output | Sequence[Output], other: Output | Sequence[Output]) -> None:
+    """Same tokens, same logits to the last bit."""
+    ones, others = ([x] if isinstance(x, Output) else x for x in (one, other))
+    for a, b in zip(ones, others, strict=True):
+        assert a.tokens == b.tokens
+        assert same_answer(a, b)
+
+
+def assert_different(one: Output, other: Output) -> None:
+    assert not np.array_equal(one.logits[0], other.logits[0])

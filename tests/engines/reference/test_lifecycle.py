@@ -1,0 +1,339 @@
+"""Requests that end early, wait, or lose what was promised to them; ranks and servers that come and go."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from reference_stand import RunningServer, StartServer, assert_same, prompt
+
+from lmcache.engines.reference.engine import Engine
+from lmcache.engines.reference.ranks import RankLost
+from lmcache.engines.reference.requests import State
+from lmcache.engines.reference.shapes import GEOMETRIES
+from lmcache.engines.reference.worker import WorkerConnector
+from lmcache.errors import ConfigError
+
+CHUNK = 64
+SHAPE = GEOMETRIES["everything"]
+ASKED = prompt(CHUNK * 3 + 9)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def wait_for_link(engine: Engine) -> None:
+    """Until the scheduler and (in this process, so soon after) the worker are registered again."""
+    assert engine.client
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            engine.client.link()
+        except ConnectionError:
+            time.sleep(0.02)
+        else:
+            time.sleep(0.3)
+            return
+    pytest.fail("the engine did not register again")
+
+
+@pytest.fixture
+def warm(server: RunningServer, seed: int) -> Iterator[Engine]:
+    """An engine whose server holds `ASKED`, and which holds nothing itself."""
+    with Engine(SHAPE, server=server.address, seed=seed) as engine:
+        engine.generate([ASKED])
+        server.wait_idle()
+        engine.drop_prefix_cache()
+        yield engine
+
+
+def state(engine: Engine, request: int) -> State:
+    return engine._requests[request].state
+
+
+def assert_nothing_held(engine: Engine, server: RunningServer) -> None:
+    assert engine.unused_blocks == 511
+    assert not engine.busy
+    gauges = server.gauges()
+    assert {name: gauges[name] for name in ("tickets", "reservations", "pinned_nodes", "cells_reserved")} == {
+        "tickets": 0,
+        "reservations": 0,
+        "pinned_nodes": 0,
+        "cells_reserved": 0,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- aborts
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_a_request_may_be_aborted_at_any_step(warm: Engine, server: RunningServer, steps: int) -> None:
+    request = warm.add(ASKED)
+    for _ in range(steps):
+        warm.step()
+    warm.abort(request)
+    while warm.busy:
+        warm.step()
+    assert warm.take(request).aborted
+    (answer,) = warm.generate([ASKED])
+    assert len(answer.tokens) == 8
+    assert_nothing_held(warm, server)
+
+
+def test_a_request_aborted_while_it_is_looked_up_gives_its_ticket_back(warm: Engine, server: RunningServer) -> None:
+    for _ in range(20):
+        warm.abort(warm.add(ASKED))
+    warm.step()
+    time.sleep(0.05)
+    warm.step()
+    assert_nothing_held(warm, server)
+
+
+def test_a_request_aborted_while_it_loads_keeps_its_blocks_until_the_ranks_are_done(
+    warm: Engine, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = WorkerConnector._load
+
+    def slow(self: WorkerConnector, order: object) -> bool:
+        time.sleep(0.3)
+        return load(self, order)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(WorkerConnector, "_load", slow)
+    request = warm.add(ASKED)
+    while state(warm, request) is not State.LOADING:
+        warm.step()
+    free = warm.unused_blocks
+    assert free < 511
+    warm.abort(request)
+    warm.step()
+    assert warm.unused_blocks == free
+    while warm.busy:
+        warm.step()
+    assert warm.take(request).aborted
+    assert_nothing_held(warm, server)
+
+
+def test_an_unknown_request_is_aborted_in_vain(warm: Engine) -> None:
+    warm.abort(4711)
+
+
+# ----------------------------------------------------------------------------------------------------- blocks are few
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_requests_that_are_preempted_for_lack_of_blocks_answer_the_same(
+    server: RunningServer, seed: int, name: str
+) -> None:
+    shape = GEOMETRIES[name]
+    prompts = [prompt(CHUNK * 2 + length, seed=length) for length in (3, 17, 40, 63)]
+    with Engine(shape, seed=seed) as alone:
+        expected = alone.generate(prompts, max_tokens=60)
+    longest = CHUNK * 3 + 63
+    blocks = 2 + sum(-(-longest // g.tokens_per_block) if g.tokens_per_block else 1 for g in shape.groups)
+    with Engine(shape, server=server.address, seed=seed, blocks=blocks, step_tokens=48) as engine:
+        for _ in range(2):
+            answers = engine.generate(prompts, max_tokens=60)
+            assert_same(expected, answers)
+            assert engine.unused_blocks == blocks - 1
+            engine.drop_prefix_cache()
+    assert sum(answer.hit_tokens for answer in answers) >= 4 * CHUNK * 2
+
+
+def test_a_preempted_request_hits_what_it_had_stored_itself(server: RunningServer, seed: int) -> None:
+    prompts = [prompt(CHUNK * 2 + length, seed=length) for length in (3, 17, 40)]
+    with Engine(GEOMETRIES["llama"], server=server.address, seed=seed, blocks=20, step_tokens=400) as engine:
+        together = [engine.add(each, max_tokens=120) for each in prompts]
+        preempted = False
+        while engine.busy:
+            engine.step()
+            preempted = preempted or any(r.computed_tokens > 128 and not r.computed for r in engine._requests.values())
+            engine.drop_prefix_cache()
+        answers = [engine.take(request) for request in together]
+    if preempted:
+        assert any(answer.hit_tokens for answer in answers)
+    with Engine(GEOMETRIES["llama"], seed=seed) as alone:
+        assert_same(alone.generate(prompts, max_tokens=120), answers)
+
+
+def test_a_request_that_can_never_fit_is_refused(seed: int) -> None:
+    with Engine(GEOMETRIES["llama"], seed=seed, blocks=10) as engine, pytest.raises(ConfigError) as refused:
+        engine.add(prompt(140), max_tokens=8)
+    assert "a request of 140 + 8 tokens needs 10 of 9 blocks" in str(refused.value)
+
+
+# ------------------------------------------------------------------------------------------------------- failed loads
+
+
+def test_a_load_that_fails_is_computed_once_and_not_tried_again(
+    warm: Engine, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+    monkeypatch.setattr(WorkerConnector, "_copy_out", lambda *_: attempts.append(1) or (_ for _ in ()).throw(OSError))
+    (answer,) = warm.generate([ASKED])
+    assert (len(attempts), answer.load_failures, answer.hit_tokens) == (1, 1, 0)
+    monkeypatch.undo()
+    warm.drop_prefix_cache()
+    (served,) = warm.generate([ASKED])
+    assert served.hit_tokens == CHUNK * 3
+    assert_same(answer, served)
+    assert_nothing_held(warm, server)
+
+
+def test_a_load_that_is_not_confirmed_does_not_count(
+    warm: Engine, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmcache.core.link import Link
+
+    monkeypatch.setattr(Link, "confirm", lambda *_: False)
+    (answer,) = warm.generate([ASKED])
+    assert (answer.load_failures, answer.hit_tokens) == (1, 0)
+    monkeypatch.undo()
+    assert_nothing_held(warm, server)
+
+
+def test_a_server_that_dies_between_lookup_and_load_costs_a_computation(start_server: StartServer, seed: int) -> None:
+    port = free_port()
+    first = start_server("--chunk-size", "64", port=port)
+    with Engine(SHAPE, seed=seed) as alone:
+        (expected,) = alone.generate([ASKED])
+    with Engine(SHAPE, server=first.address, seed=seed) as engine:
+        engine.generate([ASKED])
+        engine.drop_prefix_cache()
+        request = engine.add(ASKED)
+        connector = engine._connector
+        assert connector
+        while connector.hit(request) is None:
+            time.sleep(0.01)
+        assert connector.hit(request) == CHUNK * 3
+        first.kill()
+        second = start_server("--chunk-size", "64", port=port)
+        wait_for_link(engine)
+        while engine.busy:
+            engine.step()
+        answer = engine.take(request)
+        assert (answer.load_failures, answer.hit_tokens) == (1, 0)
+        assert_same(expected, answer)
+        # the new server got the request's chunks from the first on
+        second.wait_idle()
+        engine.drop_prefix_cache()
+        (served,) = engine.generate([ASKED])
+        assert served.hit_tokens == CHUNK * 3
+        assert_same(expected, served)
+        assert_nothing_held(engine, second)
+
+
+# ---------------------------------------------------------------------------------------------------- servers come and go
+
+
+def test_an_engine_without_a_server_answers_and_uses_one_that_comes(start_server: StartServer, seed: int) -> None:
+    port = free_port()
+    with Engine(SHAPE, server=f"127.0.0.1:{port}", seed=seed) as engine, Engine(SHAPE, seed=seed) as alone:
+        (without,) = engine.generate([ASKED])
+        assert_same(alone.generate([ASKED]), without)
+        server = start_server("--chunk-size", "64", port=port)
+        wait_for_link(engine)
+        engine.drop_prefix_cache()
+        (cold,) = engine.generate([ASKED])
+        server.wait_idle()
+        engine.drop_prefix_cache()
+        (served,) = engine.generate([ASKED])
+        assert (cold.hit_tokens, served.hit_tokens) == (0, CHUNK * 3)
+        server.kill()
+        engine.drop_prefix_cache()
+        (after,) = engine.generate([ASKED])
+        assert after.hit_tokens == 0
+        assert_same([without, without], [served, after])
+
+
+def test_a_stopped_server_costs_one_deadline_and_no_answer(start_server: StartServer, seed: int) -> None:
+    server = start_server("--chunk-size", "64")
+    with Engine(SHAPE, server=server.address, seed=seed, deadline=0.3) as engine:
+        (cold,) = engine.generate([ASKED])
+        server.process.send_signal(signal.SIGSTOP)
+        engine.drop_prefix_cache()
+        (answer,) = engine.generate([ASKED])
+        assert answer.hit_tokens == 0
+        assert_same(cold, answer)
+        server.process.send_signal(signal.SIGCONT)
+        wait_for_link(engine)
+        engine.drop_prefix_cache()
+        (served,) = engine.generate([ASKED])
+        assert served.hit_tokens == CHUNK * 3
+        assert_same(cold, served)
+        assert_nothing_held(engine, server)
+
+
+def test_a_server_that_refuses_the_geometry_leaves_the_engine_alone(start_server: StartServer, seed: int) -> None:
+    server = start_server("--chunk-size", "48")
+    with Engine(GEOMETRIES["glm53"], server=server.address, seed=seed) as engine:
+        (answer,) = engine.generate([ASKED])
+        assert answer.hit_tokens == 0
+        assert engine.client
+        assert "chunk size 48 is not a multiple of 64, the tokens per block of KV group 0 of reference/glm53" in str(
+            engine.client.refusal
+        )
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_an_l1_too_small_for_all_prompts_never_serves_wrong_ones(
+    start_server: StartServer, seed: int, name: str
+) -> None:
+    server = start_server("--chunk-size", "64", "--l1-size-gb", "0.003", "--l1-cell-kb", "32")
+    prompts = [prompt(CHUNK * 4 + 5, seed=number) for number in range(8)]
+    with Engine(GEOMETRIES[name], seed=seed) as alone:
+        expected = alone.generate(prompts, max_tokens=2)
+    with Engine(GEOMETRIES[name], server=server.address, seed=seed) as engine:
+        for _ in range(2):
+            answers = []
+            for each in prompts:
+                engine.drop_prefix_cache()
+                answers += engine.generate([each, each[:CHUNK] + each[:70]], max_tokens=2)[:1]
+            assert_same(expected, answers)
+        assert_nothing_held(engine, server)
+    assert server.gauges()["cells_used"] <= 96
+
+
+# ------------------------------------------------------------------------------------------------------------- ranks
+
+
+def test_a_rank_that_dies_is_named_and_a_new_engine_takes_over(server: RunningServer, seed: int) -> None:
+    with Engine(SHAPE, server=server.address, seed=seed, ranks=2) as engine:
+        (cold,) = engine.generate([ASKED])
+        pid = engine.rank_pids[1]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RankLost) as lost:
+            engine.generate([ASKED])
+        assert str(lost.value).startswith(f"rank 1 (pid {pid}) has ended")
+        assert str(lost.value).endswith("start the engine again")
+    with Engine(SHAPE, server=server.address, seed=seed, ranks=2) as engine:
+        (served,) = engine.generate([ASKED])
+        assert served.hit_tokens == CHUNK * 3
+        assert_same(cold, served)
+        assert_nothing_held(engine, server)
+
+
+def test_a_rank_that_fails_says_why(seed: int) -> None:
+    with Engine(SHAPE, seed=seed, ranks=2) as engine:
+        request = engine.add(ASKED)
+        engine._requests[request].tokens[0] = 999_999
+        with pytest.raises(RankLost) as lost:
+            engine.step()
+        assert "IndexError" in str(lost.value)
+
+
+def test_a_rank_without_a_server_computes(seed: int) -> None:
+    with Engine(SHAPE, seed=seed, ranks=2) as two, Engine(SHAPE, seed=seed, processes=True) as one:
+        assert_same(two.generate([ASKED]), two.generate([ASKED], salt="x"))
+        assert one.generate([ASKED])[0].tokens
+    with pytest.raises(ConfigError):
+        Engine(SHAPE, ranks=3)
+
+
+def test_a_process_of_one_rank_computes_what_the_engine_does_itself(seed: int) -> None:
+    with Engine(SHAPE, seed=seed) as inside, Engine(SHAPE, seed=seed, processes=True) as outside:
+        assert_same(inside.generate([ASKED]), outside.generate([ASKED]))
