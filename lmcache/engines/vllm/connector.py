@@ -1,4 +1,4 @@
-"""The class that vLLM drives: translates its calls to the scheduler's and the worker's half, and decides nothing itself.
+"""The class that vLLM drives: translates its calls to the scheduler's and the worker's half, and decides nothing.
 
 vLLM makes one in the scheduler's process and one in each worker. Both are told their settings by vLLM; the scheduler
 gets what only workers know (pages, backends) through vLLM's own handshake, so it needs no server to start.

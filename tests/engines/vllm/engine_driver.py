@@ -2,7 +2,7 @@
 
     python engine_driver.py OPTIONS_JSON      keyword arguments of vllm.LLM
 
-Not imported by tests: they start it (see `conftest.py`), so that an engine and everything it starts end with one kill.
+Not imported by tests: they start it (see `vllm_stand.py`), so that an engine and all that it starts end with one kill.
 """
 
 import json
@@ -26,7 +26,20 @@ class Driver:
             "disable_log_stats": False,
         }
         self.llm = LLM(**defaults | options)
-        self.names: dict[str, Any] = {"llm": self.llm, "driver": self}
+        self.names: dict[str, Any] = {"llm": self.llm, "driver": self} | self.insides()
+
+    def insides(self) -> dict[str, Any]:
+        """What tests that plant a fault take hold of; there is none when the engine core runs in another process."""
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        if core is None or core.scheduler.connector is None:
+            return {}
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return {
+            "scheduler": core.scheduler,
+            "looking": core.scheduler.connector._scheduler,
+            "loader": get_kv_transfer_group()._worker._loader,
+        }
 
     def params(self, max_tokens: int, **more: Any) -> Any:
         from vllm import SamplingParams
@@ -37,7 +50,9 @@ class Driver:
     def prompt(self, ids: list[int], salt: str | None) -> dict[str, Any]:
         return {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt is not None else {})
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, salt: str | None, **more: Any) -> list[dict[str, Any]]:
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, salt: str | None, **more: Any
+    ) -> list[dict[str, Any]]:
         inputs = [self.prompt(ids, salt) for ids in prompts]
         outputs = self.llm.generate(inputs, self.params(max_tokens, **more), use_tqdm=False)
         return [self.answer(output) for output in outputs]
@@ -51,6 +66,25 @@ class Driver:
             "cached": output.num_cached_tokens,
             "finish": made.finish_reason,
         }
+
+    def add(self, name: str, ids: list[int], max_tokens: int, salt: str | None = None, **more: Any) -> None:
+        """Queue a request and do nothing for it yet."""
+        self.llm.llm_engine.add_request(name, self.prompt(ids, salt), self.params(max_tokens, **more))
+
+    def step(self, times: int = 1) -> dict[str, Any]:
+        """Let the engine make some steps; returns the answers that were finished."""
+        done = [output for _ in range(times) for output in self.llm.llm_engine.step() if output.finished]
+        return {output.request_id: self.answer(output) for output in done}
+
+    def finish(self) -> dict[str, Any]:
+        """Step until nothing is left to do."""
+        answers: dict[str, Any] = {}
+        while self.llm.llm_engine.has_unfinished_requests():
+            answers |= self.step()
+        return answers
+
+    def abort(self, name: str) -> None:
+        self.llm.llm_engine.abort_request([name])
 
     def reset(self, reset_connector: bool = False) -> bool:
         return self.llm.reset_prefix_cache(reset_connector=reset_connector)
@@ -71,7 +105,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             reply = {"result": getattr(driver, request.pop("do"))(**request)}
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, the test is told
             reply = {"error": traceback.format_exc()}
         print(json.dumps(reply), file=answers, flush=True)
 

@@ -1,0 +1,95 @@
+"""Tiny models with random weights, so that a real vLLM can prove the cache on any machine.
+
+    python -m lmcache.engines.vllm.tiny_models FOLDER [llama] [dsv3]
+
+The weights are large enough that answers depend on the whole prompt: with vLLM's `load_format="dummy"` an answer says
+next to nothing about the KV it was computed from. There is no tokenizer; prompts are token ids from 3 to 1023.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 1024
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.1,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
+    "dsv3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 8,
+        # vLLM's MLA kernels take these sizes only
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "q_lora_rank": 256,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
+}
+"""By name: `llama` has full attention in one KV group, `dsv3` one latent vector a token (MLA)."""
+
+
+def make_model(folder: Path, name: str, seed: int = 0) -> Path:
+    """Write the model `name` below `folder`, unless it is there; returns its folder. Needs torch and transformers."""
+    target = folder / name
+    if (target / "model.safetensors").exists():
+        return target
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    target.mkdir(parents=True, exist_ok=True)
+    config = target / "config.json"
+    text = json.dumps(_COMMON | MODELS[name], indent=1)
+    config.write_text(text)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target), dtype=torch.bfloat16)
+    model.save_pretrained(target)
+    config.write_text(text)  # saving rewrote it in the words of whatever transformers is installed
+    return target
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Make the models that the command line names, or all."""
+    folder, *names = arguments
+    for name in names or MODELS:
+        print(make_model(Path(folder), name))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
