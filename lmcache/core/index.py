@@ -115,21 +115,6 @@ class Node:
             yield node
             node = node.parent
 
-    def postorder(self) -> Iterator["Node"]:
-        """The tree below and including this node: every node after its descendants, older branches first. Lazy."""
-        node: Node | None = self.oldest_leaf()
-        while node and node is not self:
-            yield node
-            node = node.next_sibling.oldest_leaf() if node.next_sibling else node.parent
-        yield self
-
-    def oldest_leaf(self) -> "Node":
-        """The node that following the oldest children ends at."""
-        node = self
-        while node.first_child:
-            node = node.first_child
-        return node
-
 
 class Namespace:
     """Engines whose bytes mean the same: one index, one geometry, one chunk size."""

@@ -27,17 +27,44 @@ def choose_victims(policy: EvictionPolicy, orphaned: Iterable[Node], cells: int)
 
 
 def _candidates(policy: EvictionPolicy, orphaned: Iterable[Node]) -> Iterator[Node]:
-    """What hangs below nodes without bytes first, then the policy's order.
-
-    Before each node, whatever hangs below it.
-    """
+    """What hangs below nodes without bytes first, then the policy's order; each node once, after those below it."""
+    seen: set[Node] = set()
     for node in orphaned:
-        yield from node.postorder()
+        yield from _from_its_leaves(node, seen)
     for victim in policy.victims():
-        if not isinstance(victim, Node):
-            continue  # a policy's invention
+        if not isinstance(victim, Node) or victim in seen:
+            continue  # a policy's invention, or a trunk that was reached from its leaves
         if victim.live_children:
             # leaves before trunks, whatever the policy says
-            yield from victim.postorder()
+            yield from _from_its_leaves(victim, seen)
         else:
+            seen.add(victim)
             yield victim
+
+
+def _from_its_leaves(top: Node, seen: set[Node]) -> Iterator[Node]:
+    """The tree below and including `top`, older branches first, and no branch that was seen before.
+
+    Without `seen`, a held prompt of n chunks would be walked n times, and the search would end before it found others.
+    """
+    node = _oldest_leaf(top, seen)
+    while True:
+        seen.add(node)
+        yield node
+        if node is top or node.parent is None:
+            return
+        sibling = _first_unseen(node.next_sibling, seen)
+        node = _oldest_leaf(sibling, seen) if sibling else node.parent
+
+
+def _oldest_leaf(node: Node, seen: set[Node]) -> Node:
+    while child := _first_unseen(node.first_child, seen):
+        node = child
+    return node
+
+
+def _first_unseen(node: Node | None, seen: set[Node]) -> Node | None:
+    """The first of `node` and its younger siblings that this search has not looked at."""
+    while node in seen:
+        node = node.next_sibling
+    return node
