@@ -1,6 +1,5 @@
 """What every test gets: leak checks, and real-engine tests that are skipped, aloud, where there is no engine."""
 
-import importlib.metadata
 import importlib.util
 import os
 
