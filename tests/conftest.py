@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-# read when NumPy is loaded: BLAS threads fight over the reference engine's small matrices, which takes ten times as long
+# read when NumPy is loaded: BLAS threads fight over the reference engine's small matrices, at ten times the cost
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 pytest_plugins = ["leaks"]
