@@ -81,6 +81,6 @@ $(VENV)/.dev: $(VENV)/.light
 	@touch $@
 
 # A real vLLM: about four minutes. Leaves the reason in .venv/no-vllm, empty where vLLM is there.
-$(VENV)/.vllm: $(VENV)/.light tools/install-vllm tools/pip-install
+$(VENV)/.vllm: tools/install-vllm tools/pip-install | $(VENV)/.light
 	@TORCH_INDEX='$(TORCH_INDEX)' tools/install-vllm $(VENV)
 	@touch $@
