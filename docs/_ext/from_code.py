@@ -1,11 +1,11 @@
 """Directives that write what the code says, so that the site cannot disagree with it.
 
-    {drawing} NAME          docs/drawings/NAME.svg, inline, so that it follows the theme's colours
-    {options} COMMAND       the options of `lmcache COMMAND`
-    {counters}, {gauges}    the numbers of core/metrics.py
-    {docstring} MODULE      a module's docstring, which is Markdown
-    {extra-config}          the keys of the vLLM connector
-    {adapters}              engines and what has been proved of each
+{drawing} NAME          docs/drawings/NAME.svg, inline, so that it follows the theme's colours
+{options} COMMAND       the options of `lmcache COMMAND`
+{counters}, {gauges}    the numbers of core/metrics.py
+{docstring} MODULE      a module's docstring, which is Markdown
+{extra-config}          the keys of the vLLM connector
+{adapters}              engines and what has been proved of each
 """
 
 import importlib
@@ -98,9 +98,7 @@ class Gauges(_FromCode):
         """A table with a row for each gauge."""
         from lmcache.core.metrics import GAUGES
 
-        return _table(
-            ("gauge", "unit", "what it tells"), ((f"`{name}`", *meaning) for name, meaning in GAUGES.items())
-        )
+        return _table(("gauge", "unit", "what it tells"), ((f"`{name}`", *meaning) for name, meaning in GAUGES.items()))
 
 
 class Docstring(_FromCode):
