@@ -154,23 +154,25 @@ class SchedulerSide:
         tracked.computed = computed
         if request.request_id in self._failed:
             return 0, False
-        if tracked.turn != request.num_preemptions:
+        self._hear(tracked)
+        if tracked.turn != request.num_preemptions and not isinstance(tracked.state, Asked):
             tracked.turn = request.num_preemptions
             self._reconsider(tracked)
         if isinstance(tracked.state, Askable):
             self._ask(tracked)
+            self._hear(tracked)
         if isinstance(tracked.state, Asked):
-            tracked.state = self._answer(tracked.state)
-            if isinstance(tracked.state, Asked):
-                return None, False
+            return None, False
         if isinstance(tracked.state, Held) and tracked.state.tokens > computed:
             return tracked.state.tokens - computed, True
         return 0, False
 
+    def _hear(self, tracked: _Tracked) -> None:
+        if isinstance(tracked.state, Asked):
+            tracked.state = self._answer(tracked.state)
+
     def _reconsider(self, tracked: _Tracked) -> None:
         """Its turn has come: look up again what was resumed, and what may have been stored while it was queued."""
-        if isinstance(tracked.state, Asked):
-            return
         hit = tracked.state.tokens if isinstance(tracked.state, Held) else 0
         stale = tracked.asked_after != self._store_orders and hit < self._longest(tracked)
         if tracked.request.num_preemptions or stale:

@@ -8,6 +8,7 @@ import logging
 import queue
 import struct
 import threading
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
@@ -83,9 +84,8 @@ class Storer:
                     self._store_request(link, self._stored[order.request])
         except LMCacheError as error:
             log.debug("lmcache: stores wait: %s", error)
-        except Exception:
-            # the engine must answer its users whatever is wrong with the cache
-            log.exception("lmcache: a store failed; the engine goes on")
+        except Exception:  # noqa: BLE001 - the engine must answer its users whatever is wrong with the cache
+            log.error("lmcache: a store failed; the engine goes on\n%s", traceback.format_exc())  # noqa: TRY400 - below
 
     def forget(self, requests: Iterable[str]) -> None:
         """These requests have ended: their blocks are no longer theirs."""
@@ -195,8 +195,9 @@ class Loader:
             return self._load(order)
         except LMCacheError as error:
             log.warning("lmcache: a load failed, its request is computed instead: %s", error)
-        except Exception:
-            log.exception("lmcache: a load failed, its request is computed instead")
+        except Exception:  # noqa: BLE001 - the request must not hang whatever is wrong with the cache
+            # as text: a log record with the exception itself would keep its frames, and with them the arena, mapped
+            log.error("lmcache: a load failed, its request is computed instead\n%s", traceback.format_exc())  # noqa: TRY400
         return False
 
     def _load(self, order: LoadOrder) -> bool:
