@@ -136,7 +136,7 @@ def page_view(layer: str, tensor: Any, blocks: int) -> PageView:
         if size > 1 and stride != extent:
             raise GeometryError(
                 f"a page of layer {layer} is not one run of bytes: shape {list(shape)}, strides {list(strides)}",
-                remedy="set VLLM_KV_CACHE_LAYOUT=LBHNC",
+                remedy="set VLLM_KV_CACHE_LAYOUT to LBNHC or LBHNC",
             )
         extent *= size
     size = tensor.element_size()
