@@ -13,7 +13,7 @@ What every method keeps true, whatever the order of calls (`core/invariants.py` 
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import attrs
 
@@ -21,6 +21,8 @@ from lmcache.core.cells import CellAllocator, pack_cells, unpack_cells
 from lmcache.core.index import Namespace, Node
 from lmcache.core.keys import ChainHash
 from lmcache.core.metrics import Counters
+from lmcache.core.order import GuardedOrder
+from lmcache.core.pins import Pins
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import ErrorCode, Placed
 from lmcache.core.victims import choose_victims
@@ -50,7 +52,6 @@ class Ticket:
     hit: Hit
     nodes: list[Node | None]
     """The prompt's chunks from its start; None where the hit does not need the chunk."""
-    cells: int
     waiting: set[int]
     """Ranks that have not confirmed."""
 
@@ -79,10 +80,14 @@ class Cache:
         self.namespaces: dict[bytes, Namespace] = {}
         self.reservations: dict[int, Reservation] = {}
         self.tickets: dict[int, Ticket] = {}
+        self.pins: dict[int, Pins] = {}
+        """For each owner that has tickets, what they hold."""
+        self._order = GuardedOrder(policy, self.counters)
         self._pin_limit = int(allocator.cells * pin_share)
         self._next_id = first_id
         self._completed: deque[int] = deque(maxlen=REMEMBERED_TICKETS)
-        self._orphaned: dict[Node, None] = {}  # nodes without bytes that others hang below: those go first
+        self.orphaned: dict[Node, None] = {}
+        """Holes: nodes without bytes that others hang below; what hangs there is evicted first."""
 
     # ------------------------------------------------------------------------------------------------------- writing
 
@@ -105,7 +110,7 @@ class Cache:
         if parent and above is None:
             return Placement(0, b"", b"")
         reservation = Reservation(self._new_id(), owner, [])
-        # registered first: should a policy raise half way, what was granted so far still belongs to somebody
+        # registered first: whatever fails half way, what was granted so far belongs to somebody
         self.reservations[reservation.id] = reservation
         slot, cells = namespace.slot(group, shard), namespace.object_cells[group]
         placed = bytearray()
@@ -124,7 +129,7 @@ class Cache:
                 placed.append(Placed.GRANTED)
             above = node
         if created and above:
-            self.policy.touch(list(above.chain()))
+            self._order.touch(list(above.chain()))
         return self._placement(reservation, bytes(placed))
 
     def _grant(self, node: Node, slot: int, cells: int, reservation: Reservation) -> Node | None:
@@ -135,7 +140,7 @@ class Cache:
             return None
         node.writing |= 1 << slot
         node.cells += cells
-        self._orphaned.pop(node, None)
+        self.orphaned.pop(node, None)
         reservation.objects.append((node, slot, got))
         return node
 
@@ -202,15 +207,17 @@ class Cache:
         if not hit.tokens:
             return None
         reached = nodes[: -(-hit.tokens // namespace.chunk_size)]
-        self.policy.touch([node for node in reversed(reached) if node])
+        # each once, even where a client names a chunk twice
+        self._order.touch(list(dict.fromkeys(filter(None, reversed(reached)))))
         return self._issue(owner, namespace, hit, reached)
 
     def _within_pin_share(
         self, owner: int, namespace: Namespace, nodes: list[Node | None], sealed: list[int], limit: int
     ) -> Hit:
         hit = longest_hit(namespace.geometry, namespace.chunk_size, sealed, limit)
-        room = self._pin_limit - sum(ticket.cells for ticket in self.tickets.values() if ticket.owner == owner)
-        while hit.tokens and _pinned_cells(hit, nodes) > room:
+        pins = self.pins.get(owner) or Pins()
+        room = self._pin_limit - pins.cells
+        while hit.tokens and pins.added_by(filter(None, _needed(hit, nodes))) > room:
             chunks = hit.tokens // namespace.chunk_size
             # halve what is too much: a hit of thousands of chunks must not be shortened one chunk at a time
             fitting = max(0, min(chunks - 1, max(chunks // 2, room // namespace.chunk_cells)))
@@ -218,13 +225,9 @@ class Cache:
         return hit
 
     def _issue(self, owner: int, namespace: Namespace, hit: Hit, nodes: list[Node | None]) -> Ticket:
-        needed = set().union(*hit.needs)
-        kept = [node if chunk in needed else None for chunk, node in enumerate(nodes)]
-        ticket = Ticket(
-            self._new_id(), owner, namespace, hit, kept, _pinned_cells(hit, nodes), set(range(namespace.geometry.ranks))
-        )
-        for node in filter(None, kept):
-            node.pins += 1
+        kept = _needed(hit, nodes)
+        ticket = Ticket(self._new_id(), owner, namespace, hit, kept, set(range(namespace.geometry.ranks)))
+        self.pins.setdefault(owner, Pins()).take(filter(None, kept))
         self.tickets[ticket.id] = ticket
         return ticket
 
@@ -263,9 +266,10 @@ class Cache:
 
     def _end(self, ticket: Ticket) -> None:
         del self.tickets[ticket.id]
-        for node in filter(None, ticket.nodes):
-            node.pins -= 1
-            self._prune(node)
+        pins = self.pins[ticket.owner]
+        pins.release(filter(None, ticket.nodes))
+        if not pins.tickets:
+            del self.pins[ticket.owner]
 
     def owner_gone(self, owner: int) -> None:
         """The owner's connection ended: free what it was writing, unpublished, and drop its tickets."""
@@ -281,11 +285,12 @@ class Cache:
         """Cells for `node`, which is linked already, so that its ancestors cannot be victims. It is not one itself."""
         missing = cells - self.allocator.free
         if missing > 0:
+            # until the last has gone: a node without bytes may stand only for the sake of its children, and they may go
             node.pins += 1
-            victims = choose_victims(self.policy, self._orphaned, missing)
+            for victim in choose_victims(self._order, self.orphaned, missing):
+                if victim.cells:  # a hole went with the last chunk below it
+                    self._evict(victim)
             node.pins -= 1
-            for victim in victims:
-                self._evict(victim)
         got = self.allocator.allocate(cells)
         return None if got is None else pack_cells(got)
 
@@ -306,7 +311,7 @@ class Cache:
         node = Node(namespace, chain_hash, parent, tenant)
         node.link()
         namespace.nodes[chain_hash] = node
-        self.policy.insert(node)
+        self._order.insert(node)
         return node
 
     def _prune(self, node: Node | None) -> None:
@@ -315,11 +320,11 @@ class Cache:
             parent = node.parent
             node.unlink()
             del node.namespace.nodes[node.hash]
-            self._orphaned.pop(node, None)
-            self.policy.remove(node)
+            self.orphaned.pop(node, None)
+            self._order.remove(node)
             node = parent
         if node and not node.cells and not node.writing and not node.pins:
-            self._orphaned[node] = None
+            self.orphaned[node] = None
 
     def _new_id(self) -> int:
         self._next_id += 1
@@ -333,6 +338,7 @@ def _shard(node: Node | None, slot: int) -> bytes:
     return packed
 
 
-def _pinned_cells(hit: Hit, nodes: Sequence[Node | None]) -> int:
-    needed: Iterable[int] = set().union(*hit.needs)
-    return sum(node.cells for chunk in needed if (node := nodes[chunk]))
+def _needed(hit: Hit, nodes: Sequence[Node | None]) -> list[Node | None]:
+    """The chunks up to the hit's end, with None for those that no group needs."""
+    needed: set[int] = set().union(*hit.needs)
+    return [node if chunk in needed else None for chunk, node in enumerate(nodes[: max(needed, default=-1) + 1])]

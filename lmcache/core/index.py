@@ -137,10 +137,6 @@ class Namespace:
             slots += group.shards if group.cached else 0
         self.slots = slots
         """Shards of all cached groups together: the length of `Node.shards`."""
-        self._group_masks = tuple(
-            ((1 << group.shards) - 1) << first if group.cached else 0
-            for group, first in zip(geometry.groups, self._first_slot, strict=True)
-        )
 
     @property
     def chunk_cells(self) -> int:

@@ -1,5 +1,7 @@
 """What holds between any two calls of `Cache`, checked. For tests and post-mortems: takes time in the cache's size."""
 
+from collections import Counter
+
 from lmcache.core.cache import Cache
 from lmcache.core.cells import unpack_cells
 from lmcache.core.index import Node
@@ -19,12 +21,35 @@ def check_invariants(cache: Cache) -> None:
     counted = len(owned) + len(reserved)
     if len({*owned, *reserved}) != counted or counted != cache.allocator.used:
         raise RuntimeError(f"{len(owned)} committed and {len(reserved)} reserved cells, {cache.allocator.used} used")
+    writing = Counter((node, slot) for each in cache.reservations.values() for node, slot, _ in each.objects)
     for node in nodes:
         _check_node(node)
-    pins = sum(node.pins for node in nodes)
-    held = sum(1 for ticket in cache.tickets.values() for node in ticket.nodes if node)
-    if pins != held:
-        raise RuntimeError(f"{pins} pins for {held} nodes held by {len(cache.tickets)} tickets")
+        slots = [slot for slot in range(node.namespace.slots) if node.writing >> slot & 1]
+        if [writing[node, slot] for slot in slots] != [1] * len(slots):
+            raise RuntimeError(f"{node} is being written in slots {slots}, and not by one reservation each")
+    if sum(writing.values()) != sum(node.writing.bit_count() for node in nodes):
+        raise RuntimeError("a reservation writes to a chunk that is not in the index, or that does not know of it")
+    _check_tickets(cache, nodes)
+    _check_orphans(cache, nodes)
+
+
+def _check_tickets(cache: Cache, nodes: list[Node]) -> None:
+    held = Counter(node for ticket in cache.tickets.values() for node in ticket.nodes if node)
+    for node in {*nodes, *held}:
+        if node.pins != held[node]:
+            raise RuntimeError(f"{node} is held by {held[node]} tickets")
+    for owner in {ticket.owner for ticket in cache.tickets.values()} | cache.pins.keys():
+        tickets = [ticket for ticket in cache.tickets.values() if ticket.owner == owner]
+        distinct = {node for ticket in tickets for node in ticket.nodes if node}
+        pins = cache.pins.get(owner)
+        if pins is None or pins.tickets != len(tickets) or pins.nodes != distinct:
+            raise RuntimeError(f"owner {owner} has {len(tickets)} tickets on {len(distinct)} chunks, and other pins")
+
+
+def _check_orphans(cache: Cache, nodes: list[Node]) -> None:
+    holes = {node for node in nodes if not node.cells}
+    if holes != cache.orphaned.keys():
+        raise RuntimeError(f"{len(holes)} chunks without bytes, {len(cache.orphaned)} known as such")
 
 
 def _check_node(node: Node) -> None:
@@ -37,3 +62,21 @@ def _check_node(node: Node) -> None:
             raise RuntimeError(f"{node}: group {group} is sealed and incomplete, or complete and not sealed")
     if node.empty:
         raise RuntimeError(f"{node} holds nothing and was not pruned")
+    _check_children(node)
+
+
+def _check_children(node: Node) -> None:
+    children = []
+    child = node.first_child
+    while child:
+        children.append(child)
+        child = child.next_sibling
+    there = {each for each in node.namespace.nodes.values() if each.parent is node}
+    if (
+        set(children) != there
+        or len(children) != len(there)
+        or (children[-1] if children else None) is not node.last_child
+    ):
+        raise RuntimeError(f"{node} lists {len(children)} children, {len(there)} hang below it")
+    if node.live_children != len(children):
+        raise RuntimeError(f"{node} counts {node.live_children} live children and has {len(children)}")

@@ -24,6 +24,7 @@ class Counters:
     requests_refused: int = _counter("requests", "requests answered with an error")
     messages_malformed: int = _counter("messages", "messages that could not be read, on either transport")
     clients_refused: int = _counter("clients", "Unix connections turned away")
+    policy_errors: int = _counter("errors", "calls in which the eviction policy failed; the first of a kind is logged")
     internal_errors: int = _counter("errors", "faults of the server's own; each is in its log")
 
 

@@ -57,7 +57,8 @@ class EvictionPolicy(abc.ABC):
         """`nodes` were used by one request, in this order: from the tail of its chain to the root.
 
         Called once per request that stored or hit, with known nodes only, each of them once. A chain's root comes last,
-        so a policy that goes by recency keeps roots longest.
+        so a policy that goes by recency keeps roots longest. Also called with dozens
+        of nodes that are in use when these stand first in line, and so in the way of a search for victims.
         """
 
     @abc.abstractmethod

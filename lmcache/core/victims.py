@@ -1,39 +1,55 @@
 """Who is evicted: the policy's order, bent where it would break a chain or take what is in use."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 from lmcache.core.index import Node
-from lmcache.core.policy import EvictionPolicy
+from lmcache.core.order import VICTIM_SCAN, GuardedOrder
 
-VICTIM_SCAN = 4096
-"""Nodes looked at, at most, in one search for victims: bounds the request when nearly everything is pinned."""
+IN_THE_WAY = 64
+"""Nodes in use that one search passes over before the policy hears that they are in use."""
+
+BRANCH_PATIENCE = 16
+"""Nodes in use below one trunk, after which the search goes on elsewhere: what is free there has its own turn."""
 
 
-def choose_victims(policy: EvictionPolicy, orphaned: Iterable[Node], cells: int) -> list[Node]:
-    """Nodes that free at least `cells`, leaves first, marked as doomed; none at all when that much cannot be freed."""
+def choose_victims(order: GuardedOrder, orphaned: Iterable[Node], cells: int) -> list[Node]:
+    """Nodes that free at least `cells`, leaves first, marked as doomed; none at all when that much cannot be freed.
+
+    Among them may be holes, which free nothing and go with the last chunk below them.
+    """
     chosen: list[Node] = []
+    in_use: list[Node] = []
     freed = 0
-    for node in itertools.islice(_candidates(policy, orphaned), VICTIM_SCAN):
-        if node.evictable and node.cells:
+    candidates = _candidates(order, orphaned)
+    for node in itertools.islice(candidates, VICTIM_SCAN):
+        if node.evictable:
             node.doom()
             chosen.append(node)
             freed += node.cells
             if freed >= cells:
-                return chosen
+                break
+        else:
+            in_use.append(node)
+    candidates.close()
+    if len(in_use) >= IN_THE_WAY:
+        # otherwise every later search would pass over them again, or end among them and find nobody, ever
+        order.touch(in_use)
+    if freed >= cells:
+        return chosen
     for node in chosen:
         node.spare()
     return []
 
 
-def _candidates(policy: EvictionPolicy, orphaned: Iterable[Node]) -> Iterator[Node]:
+def _candidates(order: GuardedOrder, orphaned: Iterable[Node]) -> Generator[Node, None, None]:
     """What hangs below nodes without bytes first, then the policy's order; each node once, after those below it."""
     seen: set[Node] = set()
     for node in orphaned:
         yield from _from_its_leaves(node, seen)
-    for victim in policy.victims():
-        if not isinstance(victim, Node) or victim in seen:
-            continue  # a policy's invention, or a trunk that was reached from its leaves
+    for victim in order.victims():
+        if victim in seen:
+            continue  # a trunk that was reached from its leaves
         if victim.live_children:
             # leaves before trunks, whatever the policy says
             yield from _from_its_leaves(victim, seen)
@@ -47,14 +63,16 @@ def _from_its_leaves(top: Node, seen: set[Node]) -> Iterator[Node]:
 
     Without `seen`, a held prompt of n chunks would be walked n times, and the search would end before it found others.
     """
-    node = _oldest_leaf(top, seen)
-    while True:
+    patience = BRANCH_PATIENCE
+    node: Node | None = _oldest_leaf(top, seen)
+    while node and node is not top:
         seen.add(node)
         yield node
-        if node is top or node.parent is None:
-            return
+        patience -= not node.doomed
         sibling = _first_unseen(node.next_sibling, seen)
-        node = _oldest_leaf(sibling, seen) if sibling else node.parent
+        node = top if patience <= 0 else _oldest_leaf(sibling, seen) if sibling else node.parent
+    seen.add(top)
+    yield top
 
 
 def _oldest_leaf(node: Node, seen: set[Node]) -> Node:

@@ -6,9 +6,10 @@ import pytest
 
 from lmcache.core.cache import Cache
 from lmcache.core.cells import CellAllocator
-from lmcache.core.index import Namespace
+from lmcache.core.index import Namespace, Node
 from lmcache.core.invariants import check_invariants
 from lmcache.core.keys import ChainHash, NamespaceDigest
+from lmcache.core.order import VICTIM_SCAN
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 from lmcache.plugins.eviction.lru import LRU
 
@@ -86,3 +87,26 @@ def test_a_trunk_whose_oldest_branch_is_held_loses_its_other_branches_from_their
     assert [len([c for c in branch if c in namespace.nodes]) for branch in branches] == [100, 0, 50]
     assert all(chunk in namespace.nodes for chunk in [*trunk, *branches[2][:50]])
     check_invariants(cache)
+
+
+def test_more_cold_chunks_in_use_than_one_search_looks_at_hide_the_others_for_one_request_only(
+    namespace: Namespace,
+) -> None:
+    held = VICTIM_SCAN + 100
+    cache = cache_of(held + 3, namespace)
+    assert len(cache.reserve(STALLED, namespace, "", b"", prompt(held), 0, 0).placed) == held
+    assert store(cache, namespace, prompt(3)) == 3
+    assert store(cache, namespace, prompt(3)) == 0
+
+    assert store(cache, namespace, prompt(3)) == 3
+
+
+def test_chunks_in_use_are_passed_over_once_and_not_by_every_search(namespace: Namespace) -> None:
+    cache = cache_of(1000 + 20, namespace)
+    assert len(cache.reserve(STALLED, namespace, "", b"", prompt(1000), 0, 0).placed) == 1000
+    assert store(cache, namespace, prompt(20)) == 20
+    assert store(cache, namespace, prompt(1)) == 1
+
+    first_in_line = next(cache.policy.victims())
+    assert isinstance(first_in_line, Node)
+    assert first_in_line.evictable
