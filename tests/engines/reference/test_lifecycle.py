@@ -146,16 +146,15 @@ def test_requests_that_are_preempted_for_lack_of_blocks_answer_the_same(
 
 def test_a_preempted_request_hits_what_it_had_stored_itself(server: RunningServer, seed: int) -> None:
     prompts = [prompt(CHUNK * 2 + length, seed=length) for length in (3, 17, 40)]
-    with Engine(GEOMETRIES["llama"], server=server.address, seed=seed, blocks=20, step_tokens=400) as engine:
+    # room for one of them when it ends, and for two when they begin
+    with Engine(GEOMETRIES["llama"], server=server.address, seed=seed, blocks=24, step_tokens=400) as engine:
         together = [engine.add(each, max_tokens=120) for each in prompts]
-        preempted = False
         while engine.busy:
             engine.step()
-            preempted = preempted or any(r.computed_tokens > 128 and not r.computed for r in engine._requests.values())
             engine.drop_prefix_cache()
         answers = [engine.take(request) for request in together]
-    if preempted:
-        assert any(answer.hit_tokens for answer in answers)
+    # no prompt shares a chunk with another, and the engine remembers nothing: these are its own chunks, come back
+    assert sum(answer.hit_tokens for answer in answers) >= CHUNK * 2
     with Engine(GEOMETRIES["llama"], seed=seed) as alone:
         assert_same(alone.generate(prompts, max_tokens=120), answers)
 
@@ -173,7 +172,12 @@ def test_a_load_that_fails_is_computed_once_and_not_tried_again(
     warm: Engine, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = []
-    monkeypatch.setattr(WorkerConnector, "_copy_out", lambda *_: attempts.append(1) or (_ for _ in ()).throw(OSError))
+
+    def failing(*_: object) -> None:
+        attempts.append(1)
+        raise OSError("the arena is gone")
+
+    monkeypatch.setattr(WorkerConnector, "_copy_out", failing)
     (answer,) = warm.generate([ASKED])
     assert (len(attempts), answer.load_failures, answer.hit_tokens) == (1, 1, 0)
     monkeypatch.undo()
@@ -227,7 +231,7 @@ def test_a_server_that_dies_between_lookup_and_load_costs_a_computation(start_se
         assert_nothing_held(engine, second)
 
 
-# ---------------------------------------------------------------------------------------------------- servers come and go
+# --------------------------------------------------------------------------------------------- servers come and go
 
 
 def test_an_engine_without_a_server_answers_and_uses_one_that_comes(start_server: StartServer, seed: int) -> None:
