@@ -63,7 +63,7 @@ def _load(engine: str) -> "Demo":
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the demo of {engine} needs {error.name}, which is not installed",
-            remedy=f"pip install 'lmcache[{'numpy' if engine == 'reference' else engine}]'",
+            remedy=f"install this lmcache with its extra `{'numpy' if engine == 'reference' else engine}`",
         ) from error
     return module
 

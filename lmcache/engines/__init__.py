@@ -1,0 +1,73 @@
+"""Engine adapters, and how to write one.
+
+An adapter teaches one engine to store its KV in the server and to load it back. This package is the only place where
+an engine, torch or NumPy may be imported; nothing here is imported before somebody asks for an engine by name. The
+complete example is `lmcache.engines.reference`: three small files, for an engine with every kind of KV group. Read
+them beside this text; `lmcache.engines.vllm` is the same thing for an engine that was not built for it.
+
+    describe.py     what the engine's pages are            → `Geometry`, facts, `Engine`
+    scheduler.py    what to load, what may be stored       → `Link.lookup`, `Link.drop`
+    worker.py       the copies, one process a rank         → `Link.reserve`, `commit`, `open`, `confirm`, `Copier`
+
+**What you need from the engine.** Block tables (which block holds which tokens, per KV group), the memory of the
+pages as uint8 views, a place in the scheduler where a request may wait for a load, a place in each worker after the
+step's computations, and the word that a load has failed, upon which the engine computes.
+
+**1. Describe.** Make one `KVGroup` for each set of layers that share block ids, block size and kind; `page_bytes` are
+the bytes of one block in each layer, on one rank, taken from the engine's own strides. Classify by what the engine
+says, not by guessing from names: an unknown kind must stop the start, because a wrong one would serve wrong tokens.
+`shards` is the number of ranks that hold distinct bytes (1 where all hold the same, as in MLA). Facts are everything
+else that gives the same tokens other bytes: model, weights (by content, not by name), dtype, layout, attention
+backend. What is no fact is shared, so when in doubt it is one.
+
+    engine = Engine(facts, geometry, Role.WORKER, rank)
+    client = Client(ServerAddress.parse("127.0.0.1:5555"), engine)
+    client.start(wait=1.0)      # never raises: without a server, `client.link()` does, at once, and the engine goes on
+
+One client a process and role. `client.link()` is one registration; when anything goes wrong with it it is dead for
+good, and the client makes another. Take it anew for each piece of work, and let `LMCacheError` mean: do without.
+
+**2. Look up** when a request arrives, in the scheduler. Hash the prompt with a `ChainHasher` whose root is
+`chain_root(content)`: content is what besides tokens changes the KV (salt, LoRA weights, images at their positions).
+
+    pending = link.lookup(tenant, hasher.extend_to(tokens), limit=len(tokens) - 1)
+    found = pending.poll()      # each step, until it is not None; a deadline ends it
+
+Never wait for it. `found.tokens` counts from the prompt's beginning; load only if that is more than the engine holds.
+If no load follows, for whatever reason, `link.drop(found.ticket)`; if the request ended while the answer was under
+way, drop the ticket when the answer comes. `load_spans` says which blocks of the sequence a hit fills, for each
+group: allocate those.
+
+**3. Load**, in every worker, without holding up the engine. The scheduler hands over the ticket *and* the link's
+epoch.
+
+    opened = link.open(ticket)                      # only if link.epoch is that epoch
+    with link.copying() as memory:                  # keep no view of it beyond the block
+        copier.load(np.frombuffer(memory, np.uint8), cells, block_ids, first)
+    loaded = link.confirm(ticket)                   # False: as if nothing had been loaded
+
+Only when every rank has confirmed may the request go on from the hit. If any has not: drop the ticket, release the
+blocks, compute, and remember the failure so that the request is not looked up again. Blocks that are being loaded
+belong to the workers until all have reported, aborted request or not.
+
+**4. Store**, in every worker, after the computations of a step and before the engine may reuse a block. Offer all
+whole chunks of a request, in chain order, group by group, full groups first:
+
+    reserved = link.reserve(tenant, parent, hashes, group, geometry.shard_of(group, rank))
+    copier.store(arena, cells, [table[number] for number in kept_span(geometry.groups[group], chunk_size, chunk)])
+    link.commit(reserved.reservation)
+
+`reserved.placed` has one `Placed` a chunk for those that were dealt with; cells come for those granted. Windows lose
+their blocks and recurrent groups their snapshots while a request runs: store those in the step that fills them, and
+never store a null block. Where ranks hold the same bytes, offer only chunks with `geometry.writes(group, rank,
+chunk)`, each with its parent. Store what is computed and accepted, nothing that is speculated.
+
+**5. Prove it.** Ask the engine a prompt cold, wait until the server is idle, drop the engine's own cache, ask again:
+hits, the same tokens, the same logprobs; for prompts of one token less than k chunks, k chunks and one more, for
+every group kind, with another salt, after a restart of the server, with a rank that fails its load.
+`tests/engines/reference` does this for the example, and `tests/_plugins/fault_rounds.py` kills and stops every
+process at every step.
+
+**6. Offer it.** Subclass `lmcache.core.adapter.EngineAdapter` in a module that imports no engine, and return the
+class from the hook `lmcache_register_engine_adapters`; `lmcache plugins` then lists it.
+"""
