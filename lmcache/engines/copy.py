@@ -10,6 +10,7 @@ copied one by one, and layers whose strides allow none at all page by page.
 import itertools
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import attrs
 import numpy as np
@@ -36,6 +37,10 @@ class _Run:
     start: int
     """First row, as a position among all rows of the object on the grid."""
     stop: int
+
+
+_Call: TypeAlias = tuple[Bytes, Integers, Bytes]
+"""A grid, rows of it, and their place in the arena."""
 
 
 class Pages:
@@ -73,7 +78,19 @@ class Copier:
         self.layout = layout
         self._cell_bytes = cell_bytes
         self._blocks = pages.blocks
-        self._lanes = [_lane(pages, layers, layout, cell_bytes) for layers in _partition(pages, layout, cell_bytes)]
+        self._row_lanes: list[_RowLane] = []
+        self._page_lanes: list[_PageLane] = []
+        plans: dict[bytes, _RowPlan] = {}
+        for layers in _partition(pages, layout, cell_bytes):
+            pieces = [piece for piece in layout.pieces if piece.layer in layers]
+            row = _row(pages, layers, pieces)
+            if _gridded(row, pieces):
+                lane = _RowLane(pages, layers, pieces, row, cell_bytes)
+                # layers that are allocated one by one mostly differ in nothing but their address
+                lane.plan = plans.setdefault(lane.plan.key, lane.plan)
+                self._row_lanes.append(lane)
+            else:
+                self._page_lanes.append(_PageLane(pages, pieces))
 
     def store(self, arena: Bytes, cells: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy the pages of `block_ids`, one id a kept position, into an object's `cells`.
@@ -85,7 +102,10 @@ class Copier:
             raise IndexError(f"{len(block_ids)} block ids for an object of {self.layout.blocks} blocks")
         ids = self._ids(block_ids, 0)
         offsets = self._offsets(arena, cells)
-        for lane in self._lanes:
+        for grid, rows, window in self._calls(arena, offsets, ids, None):
+            # mode="raise" would gather into a temporary first
+            grid.take(rows, 0, window, "clip")
+        for lane in self._page_lanes:
             lane.store(arena, offsets, ids)
 
     def load(self, arena: Bytes, cells: Sequence[int], block_ids: Sequence[int], first: int = 0) -> None:
@@ -99,8 +119,17 @@ class Copier:
             return
         ids = self._ids(block_ids, first)
         offsets = self._offsets(arena, cells)
-        for lane in self._lanes:
-            lane.load(arena, offsets, ids, range(first, first + len(block_ids)))
+        positions = range(first, first + len(block_ids))
+        whole = len(positions) == self.layout.blocks
+        for grid, rows, window in self._calls(arena, offsets, ids, None if whole else positions):
+            grid[rows] = window
+        for lane in self._page_lanes:
+            lane.load(arena, offsets, ids, positions)
+
+    def _calls(self, arena: Bytes, offsets: Sequence[int], ids: Integers, positions: range | None) -> list[_Call]:
+        """Every call that moves rows, before the first is made: that one drives this code out of the CPU's caches."""
+        rows = {lane.plan: lane.plan.rows(ids) for lane in self._row_lanes}
+        return [call for lane in self._row_lanes for call in lane.calls(arena, offsets, rows[lane.plan], positions)]
 
     def _ids(self, block_ids: Sequence[int], first: int) -> Integers:
         """Block ids by kept position; positions that are not copied get block 0 and are never looked at."""
@@ -120,6 +149,24 @@ class Copier:
         return offsets
 
 
+class _RowPlan:
+    """Which rows of a grid an object's pages take, as a function of its block ids."""
+
+    def __init__(self, start: Integers, step: Integers, block: Integers) -> None:
+        self._start, self._step = start, step
+        self.block = block
+        """Kept position of each row."""
+
+    @property
+    def key(self) -> bytes:
+        """Equal for plans that give equal rows."""
+        return b"".join(part.tobytes() for part in (self._start, self._step, self.block))
+
+    def rows(self, ids: Integers) -> Integers:
+        """Numbers of the rows, in arena order."""
+        return self._start + ids[self.block] * self._step
+
+
 class _RowLane:
     """Layers on one row grid: each run of their rows is one call."""
 
@@ -136,14 +183,13 @@ class _RowLane:
         starts = np.array([(_address(layer) - origin) // row for layer in pages.layers], np.int64)
         counts = [piece.length // row for piece in pieces]
         within = np.concatenate([np.arange(count) for count in counts])
-        layer_of, self._block, page_offset, place = (
+        layer_of, block, page_offset, place = (
             np.repeat(np.array(column, np.int64), counts)
             for column in zip(
                 *((p.layer, p.block, p.page_offset, p.cell * cell_bytes + p.cell_offset) for p in pieces), strict=True
             )
         )
-        self._start = starts[layer_of] + page_offset // row + within
-        self._step = steps[layer_of]
+        self.plan = _RowPlan(starts[layer_of] + page_offset // row + within, steps[layer_of], block)
         self._place = place + within * row
         self._whole = self._runs(np.arange(len(place)))
 
@@ -158,23 +204,24 @@ class _RowLane:
             for i, j in itertools.pairwise(bounds)
         ]
 
-    def _window(self, arena: Bytes, offsets: Sequence[int], run: _Run) -> Bytes:
-        start = offsets[run.cell] + run.offset
-        return arena[start : start + (run.stop - run.start) * self._row].reshape(-1, self._row)
-
-    def store(self, arena: Bytes, offsets: Sequence[int], ids: Integers) -> None:
-        rows = self._start + ids[self._block] * self._step
-        for run in self._whole:
-            # mode="raise" would gather into a temporary first
-            np.take(self._grid, rows[run.start : run.stop], axis=0, out=self._window(arena, offsets, run), mode="clip")
-
-    def load(self, arena: Bytes, offsets: Sequence[int], ids: Integers, positions: range) -> None:
-        rows = self._start + ids[self._block] * self._step
+    def calls(self, arena: Bytes, offsets: Sequence[int], rows: Integers, positions: range | None) -> list[_Call]:
+        """The calls that move the rows of kept `positions`, or of all. Runs that meet in the arena are one call."""
         runs = self._whole
-        if len(positions) < len(ids):
-            runs = self._runs(np.flatnonzero((self._block >= positions.start) & (self._block < positions.stop)))
+        if positions is not None:
+            block = self.plan.block
+            runs = self._runs(np.flatnonzero((block >= positions.start) & (block < positions.stop)))
+        calls: list[_Call] = []
+        first = stop = start = end = 0
         for run in runs:
-            self._grid[rows[run.start : run.stop]] = self._window(arena, offsets, run)
+            place = offsets[run.cell] + run.offset
+            # a cell that is filled to its end, and followed by the next cell of the arena
+            if place != end or run.start != stop:
+                if stop > first:
+                    calls.append((self._grid, rows[first:stop], arena[start:end].reshape(-1, self._row)))
+                first, start = run.start, place
+            stop, end = run.stop, place + (run.stop - run.start) * self._row
+        calls.append((self._grid, rows[first:stop], arena[start:end].reshape(-1, self._row)))
+        return calls
 
 
 class _PageLane:
@@ -225,14 +272,6 @@ def _partition(pages: Pages, layout: ObjectLayout, cell_bytes: int) -> list[list
     if _near(pages.layers, cell_bytes) and _gridded(_row(pages, together, layout.pieces), layout.pieces):
         return [together]
     return [[layer] for layer in together]
-
-
-def _lane(pages: Pages, layers: Sequence[int], layout: ObjectLayout, cell_bytes: int) -> "_RowLane | _PageLane":
-    pieces = [piece for piece in layout.pieces if piece.layer in layers]
-    row = _row(pages, layers, pieces)
-    if _gridded(row, pieces):
-        return _RowLane(pages, layers, pieces, row, cell_bytes)
-    return _PageLane(pages, pieces)
 
 
 def _gridded(row: int, pieces: Sequence[Piece]) -> bool:

@@ -74,7 +74,7 @@ SHAPES = {
 
 @attrs.frozen
 class Bench:
-    """An engine's pages, an arena of ten objects, and the object under test: every third cell, backwards."""
+    """An engine's pages, an arena of three objects, and the object under test: pairs of adjacent cells, backwards."""
 
     layers: list[Bytes]
     copier: Copier
@@ -112,7 +112,8 @@ def bench(request: pytest.FixtureRequest, storage: Callable[[Sequence[int]], tup
     for memory in owner if isinstance(owner, list) else [owner]:
         memory[...] = rng.integers(0, 256, memory.shape, np.uint8)
     arena = rng.integers(0, 256, 3 * layout.cells * cell_bytes, np.uint8)
-    cells = list(range(0, 3 * layout.cells, 3))[::-1]
+    pairs = range(3 * (-(-layout.cells // 2) - 1), -1, -3)
+    cells = [cell for first in pairs for cell in (first, first + 1)][: layout.cells]
     return Bench(layers, Copier(Pages(layers), layout, cell_bytes), layout, cell_bytes, arena, cells, owner)
 
 
@@ -258,23 +259,32 @@ def test_an_arena_between_two_layers_does_not_make_numpy_copy_twice() -> None:
     assert peak < page // 2
 
 
-def test_the_usual_storages_are_copied_in_one_call_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    take = np.take
+def calls_of_a_copy(copier: Copier, cells: Sequence[int], block_ids: Sequence[int]) -> int:
+    arena = np.zeros((max(cells) + 1) << 20, np.uint8)
+    return len(copier._calls(arena, copier._offsets(arena, cells), copier._ids(block_ids, 0), None))
 
-    def counted(*args: object, **kwargs: object) -> object:
-        calls.append(1)
-        return take(*args, **kwargs)  # type: ignore[call-overload]
 
-    monkeypatch.setattr(np, "take", counted)
-    for storage in (contiguous, block_major):
-        sizes = [73728] * 12
-        layout = object_layout(KVGroup(GroupKind.FULL, 64, tuple(sizes)), 256, 1 << 20)
-        _, layers = storage(sizes)
-        calls.clear()
-        arena = np.zeros(layout.cells << 20, np.uint8)
-        Copier(Pages(layers), layout, 1 << 20).store(arena, list(range(layout.cells)), [1, 2, 3, 4])
-        assert len(calls) == layout.cells == 4
+@pytest.mark.parametrize("storage", [contiguous, block_major])
+def test_the_usual_storages_are_copied_in_one_call_a_cell(
+    storage: Callable[[Sequence[int]], tuple[object, list[Bytes]]],
+) -> None:
+    # 14 such pages fill 98 % of a cell, so that even adjacent cells are no one piece
+    sizes = [73728] * 12
+    layout = object_layout(KVGroup(GroupKind.FULL, 64, tuple(sizes)), 256, 1 << 20)
+    _, layers = storage(sizes)
+    assert calls_of_a_copy(Copier(Pages(layers), layout, 1 << 20), [0, 1, 2, 3], [1, 2, 3, 4]) == 4
+
+
+@pytest.mark.parametrize(
+    ("cells", "calls"),
+    [([0, 1, 2, 3], 1), ([4, 5, 0, 1], 2), ([0, 2, 4, 6], 4), ([3, 2, 1, 0], 4)],
+    ids=["adjacent", "two runs", "apart", "backwards"],
+)
+def test_pages_that_fill_adjacent_cells_are_copied_in_one_call(cells: list[int], calls: int) -> None:
+    sizes = [65536] * 16
+    layout = object_layout(KVGroup(GroupKind.FULL, 64, tuple(sizes)), 256, 1 << 20)
+    _, layers = contiguous(sizes)
+    assert calls_of_a_copy(Copier(Pages(layers), layout, 1 << 20), cells, [1, 2, 3, 4]) == calls
 
 
 @pytest.mark.parametrize(
