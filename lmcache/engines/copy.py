@@ -133,11 +133,13 @@ class Copier:
 
     def _ids(self, block_ids: Sequence[int], first: int) -> Integers:
         """Block ids by kept position; positions that are not copied get block 0 and are never looked at."""
+        # np.take clips and plain indexing wraps: a wrong id would move a foreign page
+        if min(block_ids) < 0 or max(block_ids) >= self._blocks:
+            raise IndexError(f"block ids {list(block_ids)} of an engine with {self._blocks} blocks")
+        if len(block_ids) == self.layout.blocks:
+            return np.array(block_ids, np.int64)
         ids = np.zeros(self.layout.blocks, np.int64)
         ids[first : first + len(block_ids)] = block_ids
-        # np.take clips and plain indexing wraps: a wrong id would move a foreign page
-        if ids.min() < 0 or ids.max() >= self._blocks:
-            raise IndexError(f"block ids {list(block_ids)} of an engine with {self._blocks} blocks")
         return ids
 
     def _offsets(self, arena: Bytes, cells: Sequence[int]) -> list[int]:
@@ -164,7 +166,10 @@ class _RowPlan:
 
     def rows(self, ids: Integers) -> Integers:
         """Numbers of the rows, in arena order."""
-        return self._start + ids[self.block] * self._step
+        rows = ids.take(self.block)
+        rows *= self._step
+        rows += self._start
+        return rows
 
 
 class _RowLane:
