@@ -1,0 +1,49 @@
+"""`lmcache bench`: what the cache costs here, beside what the machine can do."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+
+from lmcache.cli.options import as_json
+from lmcache.errors import ConfigError
+
+
+@click.command(short_help="Measure costs, with the machine's own limits beside them.")
+@click.option("--quick", is_flag=True, help="Fewer and smaller samples: whether it works, not how fast it is.")
+@as_json
+def bench(quick: bool, as_json: bool) -> None:
+    """Measure what the cache costs, as ratios in one run, with targets and the machine's own limits beside them.
+
+    A missed target is a figure, not a failure: the exit code is 0 either way. Servers that are measured are started for
+    it, on free ports, and stopped.
+    """
+    try:
+        from lmcache.bench import suite
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        raise ConfigError("bench plays the engine, which takes NumPy", remedy="pip install 'lmcache[numpy]'") from None
+
+    from lmcache.bench.machine import this_machine
+    from lmcache.bench.report import as_dict, as_text
+
+    machine = this_machine()
+    with _progress() as step:
+        figures = suite.measure(quick, step)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(as_dict(machine, figures, quick=quick), indent=2))
+        return
+    click.echo(as_text(machine, figures))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows on standard error what is measured: one line that changes, or none where nobody watches."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        yield status.update
