@@ -34,6 +34,9 @@ class EngineProcess:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # threads that wait for each other on a busy machine of two cores cost more than they bring
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
         }
         self.log = log
         with log.open("w") as stream:
@@ -46,7 +49,7 @@ class EngineProcess:
                 env=os.environ | settings | (environment or {}),
                 start_new_session=True,
             )
-        self.answer()
+        self._starting = True
 
     @property
     def pid(self) -> int:
@@ -54,7 +57,14 @@ class EngineProcess:
 
     def ask(self, do: str, **arguments: Any) -> None:
         """Send a request; `answer` reads what came of it, whenever the test wants to know."""
+        self.await_start()
         print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
+
+    def await_start(self) -> None:
+        """Return when the engine is ready: several can start at once, and nobody waits before it is needed."""
+        if self._starting:
+            self._starting = False
+            self.answer()
 
     def answer(self) -> Any:
         line = self._process.stdout.readline()
@@ -80,10 +90,19 @@ class EngineProcess:
         return self.call("run", code=code, **values)
 
     def close(self) -> None:
+        """Let the engine shut down, and end what is left of it."""
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the engine and all that it started, at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.stdout.close()
 
 
@@ -167,6 +186,7 @@ class Stand:
             self.await_engine()
 
     def await_engine(self) -> None:
+        self.engine.await_start()
         end = time.monotonic() + 30
         while time.monotonic() < end:
             with self.server.control() as control:

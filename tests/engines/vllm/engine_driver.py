@@ -108,6 +108,7 @@ def main() -> None:
         except Exception:  # noqa: BLE001 - whatever it is, the test is told
             reply = {"error": traceback.format_exc()}
         print(json.dumps(reply), file=answers, flush=True)
+    driver.llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

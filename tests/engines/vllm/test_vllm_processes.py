@@ -1,0 +1,81 @@
+"""Engines of several processes on a real vLLM: tensor parallel ranks, a restarted engine, an engine that is killed."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm_stand import SHARED_ENGINE, EngineProcess, Stand, prompt, same_answer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("llama_stand", "plain")]
+
+CHUNK = ("--chunk-size", "256")
+
+
+@pytest.fixture(scope="module")
+def stand(llama_stand: Stand) -> Iterator[Stand]:
+    llama_stand.serve(*CHUNK)
+    yield llama_stand
+    llama_stand.server.kill()
+
+
+def test_another_engine_finds_what_the_first_one_stored(stand: Stand, models: Path, tmp_path: Path) -> None:
+    ids = prompt(100, 2600)
+    [cold] = stand.engine.generate(ids)
+    stand.server.settle()
+    transfer = stand.transfer() | {"kv_connector_module_path": "lmcache.engines.vllm.connector"}
+    # other memory, an engine core of its own, and no plugin that registers the connector
+    other = Stand(
+        tmp_path,
+        models / "llama",
+        clients=4,
+        kv_transfer_config=transfer,
+        num_gpu_blocks_override=60,
+        **SHARED_ENGINE,
+    )
+    try:
+        other.start_engine(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_PLUGINS="")
+        [warm] = other.engine.generate(ids)
+        assert warm["cached"] == 2560
+        assert same_answer(cold, warm)
+        log = other.engine.log.read_text()
+        assert "through lmcache.engines.vllm.connector" in log
+        assert "group_tokens_per_block=[128], scheduler_block_size=128" in log
+    finally:
+        other.close()
+    stand.engine.forget()
+    stand.server.quiet()
+
+
+@pytest.mark.may_leave("a killed vLLM leaves the shared memory that its processes talk through")
+def test_two_ranks_hit_with_the_same_answer_and_a_killed_engine_leaves_nothing(
+    models: Path, tmp_path: Path, plain: EngineProcess
+) -> None:
+    stand = Stand(tmp_path, models / "llama", clients=3, tensor_parallel_size=2, **SHARED_ENGINE)
+    try:
+        stand.serve(*CHUNK)
+        stand.start_engine(VLLM_ENABLE_V1_MULTIPROCESSING="1")
+        stand.await_engine()
+        for length, hit in ((1537, 1536), (2600, 2560)):
+            ids = prompt(length, length)
+            [single] = plain.generate(ids)
+            [cold] = stand.engine.generate(ids)
+            stand.server.settle()
+            stand.engine.forget()
+            [warm] = stand.engine.generate(ids)
+            assert (cold["cached"], warm["cached"]) == (0, hit)
+            assert same_answer(cold, warm)
+            assert cold["tokens"] == single["tokens"]
+        report = stand.server.quiet()
+        # every chunk has an object of each rank
+        assert report["counters"]["shards_committed"] == 2 * (6 + 10)
+        stand.engine.ask("generate", prompts=[prompt(101, 5000)], max_tokens=100, salt=None)
+        time.sleep(0.5)
+        stand.engine.kill()
+        stand.engine = None
+        end = time.monotonic() + 10
+        while stand.server.settle()["gauges"]["clients"] and time.monotonic() < end:
+            time.sleep(0.05)
+        assert stand.server.quiet()["gauges"]["clients"] == 0
+    finally:
+        stand.close()
