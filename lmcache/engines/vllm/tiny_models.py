@@ -72,7 +72,9 @@ def make_model(folder: Path, name: str, seed: int = 0) -> Path:
         return target
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     target.mkdir(parents=True, exist_ok=True)
     config = target / "config.json"
     text = json.dumps(_COMMON | MODELS[name], indent=1)
