@@ -190,6 +190,28 @@ def test_one_rank_stores_for_all_that_hold_the_same_bytes(make: Make) -> None:
     assert cells[0] == cells[1]
 
 
+def test_each_rank_reads_its_own_shard(make: Make) -> None:
+    bench = make(8, TWO_RANKS)
+    p = prompt("a", 2)
+    written = [unpack_cells(bench.store(p, shard=shard).cells) for shard in range(2)]
+    ticket = bench.cache.lookup(READER, bench.space, p, 32)
+    assert ticket is not None
+
+    for rank in range(2):
+        assert unpack_cells(bench.cache.open(ticket.id, bench.space, rank)[1][0]) == written[rank]
+
+
+def test_cells_without_memory_are_not_handed_out(make: Make) -> None:
+    bench = make(8)
+    bench.cache.allocator.backed = 3
+    p = prompt("a", 5)
+
+    assert bench.store(p).placed == GRANTED * 3
+    assert bench.store(p, owner=OTHER).placed == PRESENT * 3  # and nothing of the same prompt is evicted for its tail
+    bench.cache.allocator.back(8)
+    assert bench.store(p).placed == PRESENT * 3 + GRANTED * 2
+
+
 def test_one_prompt_in_two_namespaces_is_two_prompts(make: Make) -> None:
     bench = make(8)
     p = prompt("a", 2)
@@ -422,6 +444,15 @@ def test_leaves_go_before_trunks_whatever_the_policy_says(make: Make) -> None:
     bench.store(prompt("b", 2))
 
     assert bench.resident(a) == [True, True, False]
+
+
+def test_a_whole_chain_may_go_at_once_though_the_policy_names_its_trunk_first(make: Make) -> None:
+    bench = make(3, policy=_First())
+    bench.store(prompt("a", 3))
+    big = bench.add_namespace(Geometry((KVGroup(GroupKind.FULL, 16, (3 * CELL,)),)))
+
+    assert bench.reserve(prompt("b", 1), space=big).placed == GRANTED
+    assert bench.space.nodes == {}
 
 
 def test_a_request_that_names_a_chunk_twice_touches_it_once(make: Make) -> None:
