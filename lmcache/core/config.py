@@ -82,6 +82,11 @@ class ServerConfig:
         total = total_memory()
         if self.l1_bytes > total.bytes:
             raise MemoryLimitError(
-                f"--l1-size-gb {self.l1_bytes / GIB:g} is more than {total.source}, {total.bytes / GIB:.1f} GB",
-                remedy=f"use at most {max(0.1, total.bytes / GIB * 0.8):.1f}, or give it more memory",
+                f"--l1-size-gb {self.l1_bytes / GIB:g} is more than {total.source}, {_gigabytes(total.bytes)} GB",
+                remedy=f"use at most {_gigabytes(total.bytes * 4 // 5)}, or give it more memory",
             )
+
+
+def _gigabytes(size: int) -> str:
+    """With one decimal, or as many as a small size needs."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"

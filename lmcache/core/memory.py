@@ -11,6 +11,10 @@ import attrs
 MARGIN = 128 << 20
 """Left alone, always: the arena is not the only one that needs memory."""
 
+PROC = Path("/proc")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+"""Where the kernel shows its figures."""
+
 
 @attrs.frozen
 class MemoryFigure:
@@ -39,20 +43,20 @@ def available_memory() -> MemoryFigure:
 
 
 def _meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in (PROC / "meminfo").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/meminfo has no {name}")
+    raise OSError(f"{PROC}/meminfo has no {name}")
 
 
 def _control_groups() -> Iterator[tuple[Path, int, int]]:
     """(folder, limit, use that cannot be reclaimed) of each limited control group, from this process's to the root."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in _own_groups():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
+            root, names = CONTROL_GROUPS, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
+            root = CONTROL_GROUPS / "memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
@@ -64,6 +68,13 @@ def _control_groups() -> Iterator[tuple[Path, int, int]]:
             if folder == root:
                 break
             folder = folder.parent
+
+
+def _own_groups() -> list[str]:
+    try:
+        return (PROC / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []  # a kernel without control groups limits nobody
 
 
 def _read_group(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> tuple[int, int] | None:

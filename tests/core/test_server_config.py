@@ -1,0 +1,84 @@
+"""The server's settings: every bad one is refused with its name, the value, and what to do."""
+
+import mmap
+from typing import Any
+
+import pytest
+
+from lmcache.core import config
+from lmcache.core.config import GIB, KIB, ServerConfig
+from lmcache.core.memory import MemoryFigure
+from lmcache.errors import ConfigError, MemoryLimitError
+
+NO_PAGES = (
+    f"is not a multiple of the host's memory page, {mmap.PAGESIZE // KIB} KiB; "
+    "use 1024 unless every object is much smaller"
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"port": -1}, "--port -1 is no TCP port; use 1 to 65535, or 0 for any free one"),
+        ({"port": 65536}, "--port 65536 is no TCP port; use 1 to 65535, or 0 for any free one"),
+        ({"chunk_size": 0}, "--chunk-size 0 is not positive; give a number of tokens, like 256"),
+        ({"chunk_size": -256}, "--chunk-size -256 is not positive; give a number of tokens, like 256"),
+        ({"max_workers": 0}, "--max-workers 0 is not positive; use at least 1"),
+        ({"cell_bytes": 100 * KIB + 1}, f"--l1-cell-kb 100.001 {NO_PAGES}"),
+        ({"cell_bytes": 0}, f"--l1-cell-kb 0 {NO_PAGES}"),
+        ({"cell_bytes": -mmap.PAGESIZE}, f"--l1-cell-kb {-mmap.PAGESIZE // KIB} {NO_PAGES}"),
+        (
+            {"l1_bytes": 0},
+            "--l1-size-gb 0 holds no cell of 1024 KiB; give more memory, or smaller cells with --l1-cell-kb",
+        ),
+        (
+            {"l1_bytes": -GIB},
+            "--l1-size-gb -1 holds no cell of 1024 KiB; give more memory, or smaller cells with --l1-cell-kb",
+        ),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ServerConfig(**settings)
+    assert str(error.value) == message
+    assert isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.1", "::", "example.com", "", "*"])
+def test_only_loopback_is_listened_on(host: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ServerConfig(host=host)
+    assert str(error.value) == (
+        f"--host {host} is not a loopback address, and this version does not authenticate its peers; use 127.0.0.1; "
+        "engines must run on the same host"
+    )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_every_loopback_address_is_fine(host: str) -> None:
+    assert ServerConfig(host=host).host == host
+
+
+def test_the_arena_is_whole_cells() -> None:
+    made = ServerConfig(l1_bytes=10 * KIB, cell_bytes=4 * KIB)
+
+    assert (made.cells, made.arena_bytes) == (2, 8 * KIB)
+
+
+def test_more_memory_than_there_could_ever_be_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "total_memory", lambda: MemoryFigure(2 * GIB, "the container's limit (/box)"))
+    ServerConfig(l1_bytes=2 * GIB).check_memory()
+
+    with pytest.raises(MemoryLimitError) as error:
+        ServerConfig(l1_bytes=100 * GIB).check_memory()
+    assert str(error.value) == (
+        "--l1-size-gb 100 is more than the container's limit (/box), 2.0 GB; use at most 1.6, or give it more memory"
+    )
+
+
+def test_a_tiny_container_is_not_told_to_use_more_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "total_memory", lambda: MemoryFigure(GIB // 16, "the container's limit (/box)"))
+
+    with pytest.raises(MemoryLimitError) as error:
+        ServerConfig(l1_bytes=GIB // 2).check_memory()
+    assert "0.062 GB; use at most 0.05," in str(error.value)
