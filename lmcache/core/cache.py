@@ -55,6 +55,11 @@ class Ticket:
     waiting: set[int]
     """Ranks that have not confirmed."""
 
+    @property
+    def held(self) -> list[Node]:
+        """The chunks that it pins."""
+        return [node for node in self.nodes if node]
+
 
 @attrs.frozen
 class Placement:
@@ -200,7 +205,7 @@ class Cache:
         """
         nodes = list(map(namespace.nodes.get, hashes))
         sealed = [node.sealed if node else 0 for node in nodes]
-        hit = self._within_pin_share(owner, namespace, nodes, sealed, limit)
+        hit, needed = self._within_pin_share(owner, namespace, nodes, sealed, limit)
         self.counters.lookups += 1
         self.counters.tokens_asked += len(hashes) * namespace.chunk_size
         self.counters.tokens_hit += hit.tokens
@@ -209,25 +214,27 @@ class Cache:
         reached = nodes[: -(-hit.tokens // namespace.chunk_size)]
         # each once, even where a client names a chunk twice
         self._order.touch(list(dict.fromkeys(filter(None, reversed(reached)))))
-        return self._issue(owner, namespace, hit, reached)
+        return self._issue(owner, namespace, hit, needed)
 
     def _within_pin_share(
         self, owner: int, namespace: Namespace, nodes: list[Node | None], sealed: list[int], limit: int
-    ) -> Hit:
+    ) -> tuple[Hit, list[Node | None]]:
+        """The hit, and the chunks that it needs."""
         hit = longest_hit(namespace.geometry, namespace.chunk_size, sealed, limit)
         pins = self.pins.get(owner) or Pins()
         room = self._pin_limit - pins.cells
-        while hit.tokens and pins.added_by(filter(None, _needed(hit, nodes))) > room:
+        needed = _needed(hit, nodes)
+        while hit.tokens and pins.added_by(filter(None, needed)) > room:
             chunks = hit.tokens // namespace.chunk_size
             # halve what is too much: a hit of thousands of chunks must not be shortened one chunk at a time
             fitting = max(0, min(chunks - 1, max(chunks // 2, room // namespace.chunk_cells)))
             hit = longest_hit(namespace.geometry, namespace.chunk_size, sealed[:fitting], limit)
-        return hit
+            needed = _needed(hit, nodes)
+        return hit, needed
 
-    def _issue(self, owner: int, namespace: Namespace, hit: Hit, nodes: list[Node | None]) -> Ticket:
-        kept = _needed(hit, nodes)
-        ticket = Ticket(self._new_id(), owner, namespace, hit, kept, set(range(namespace.geometry.ranks)))
-        self.pins.setdefault(owner, Pins()).take(filter(None, kept))
+    def _issue(self, owner: int, namespace: Namespace, hit: Hit, needed: list[Node | None]) -> Ticket:
+        ticket = Ticket(self._new_id(), owner, namespace, hit, needed, set(range(namespace.geometry.ranks)))
+        self.pins.setdefault(owner, Pins()).take(ticket.held)
         self.tickets[ticket.id] = ticket
         return ticket
 
@@ -267,7 +274,7 @@ class Cache:
     def _end(self, ticket: Ticket) -> None:
         del self.tickets[ticket.id]
         pins = self.pins[ticket.owner]
-        pins.release(filter(None, ticket.nodes))
+        pins.release(ticket.held)
         if not pins.tickets:
             del self.pins[ticket.owner]
 
@@ -338,7 +345,10 @@ def _shard(node: Node | None, slot: int) -> bytes:
     return packed
 
 
-def _needed(hit: Hit, nodes: Sequence[Node | None]) -> list[Node | None]:
+def _needed(hit: Hit, nodes: list[Node | None]) -> list[Node | None]:
     """The chunks up to the hit's end, with None for those that no group needs."""
+    end = max(needs.stop for needs in hit.needs)
+    if any(needs.start == 0 and needs.stop == end for needs in hit.needs):
+        return nodes[:end]  # what every prompt comes to that has a full group
     needed: set[int] = set().union(*hit.needs)
-    return [node if chunk in needed else None for chunk, node in enumerate(nodes[: max(needed, default=-1) + 1])]
+    return [node if chunk in needed else None for chunk, node in enumerate(nodes[:end])]
