@@ -62,6 +62,7 @@ def _points() -> Iterator[str]:
 POINTS = tuple(_points())
 
 FILE, SOCKET = "LMCACHE_FAULT_FILE", "LMCACHE_FAULT_SOCKET"
+GO, FAIL = b"g", b"f"
 _NAME_BYTES = 64
 
 
@@ -120,13 +121,16 @@ _trigger: Trigger
 
 
 def reach(point: str) -> None:
-    """Pause here, if the point is armed, until the bench says to go on."""
+    """Pause here, if the point is armed, until the bench says to go on, or to fail."""
     if _trigger.passed(point):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect("\0" + os.environ[SOCKET])
             sock.sendall(json.dumps({"point": point, "pid": os.getpid()}).encode() + b"\n")
+            answer = b""
             with contextlib.suppress(ConnectionError):  # the bench has gone
-                sock.recv(1)
+                answer = sock.recv(1)
+        if answer == FAIL:
+            raise LMCacheError(f"planned at {point}")
 
 
 def around(owner: Any, name: str, before: Callable[..., None], after: Callable[..., None]) -> None:

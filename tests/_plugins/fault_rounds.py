@@ -23,12 +23,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
-from fault_points import COPIES, FILE, POINTS, SOCKET, Trigger
+from fault_points import COPIES, FILE, GO, POINTS, SOCKET, Trigger
 
 from lmcache.core.control import Control, ServerAddress
 from lmcache.errors import LMCacheError
@@ -131,7 +131,7 @@ class Bench:
     def __init__(self, seed: int, folder: Path) -> None:
         self._random = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self._trigger = Trigger.create(folder / "armed")
+        self.trigger = Trigger.create(folder / "armed")
         name = f"lmcache-fault-bench-{os.getpid()}"
         self._breakpoints = socket.socket(socket.AF_UNIX)
         self._breakpoints.bind("\0" + name)
@@ -204,7 +204,7 @@ class Bench:
             host.end()
         self._wait_for_ranks_to_end()
         self._breakpoints.close()
-        self._trigger.close()
+        self.trigger.close()
 
     # -------------------------------------------------------------------------------------------------------- prompts
 
@@ -218,10 +218,10 @@ class Bench:
             self._expected[number] = json.loads(self.alone.line())["answers"][0]
         return self._expected[number]
 
-    def _ask(self, numbers: list[int], *, forget: bool = True) -> None:
+    def ask(self, numbers: list[int], *, forget: bool = True) -> None:
         self.engine.send({"prompts": [self._prompt(number) for number in numbers], "forget": forget})
 
-    def _check_answer(self, numbers: list[int], line: str) -> bool:
+    def check_answer(self, numbers: list[int], line: str) -> bool:
         """Whether there was an answer; a wrong one fails."""
         answer = json.loads(line) if line else {"lost": "the engine is gone"}
         if "lost" in answer:
@@ -238,27 +238,27 @@ class Bench:
         """One round. Returns whether the point was reached. Raises AssertionError for whatever is not as it must be."""
         known, fresh = self._random.randrange(6), self._random.randrange(6, 1_000_000)
         step = fault.point.rsplit(":", 1)[1]
-        self._ask([known])
-        assert self._check_answer([known], self.engine.line()), "the engine was not well before the fault"
+        self.ask([known])
+        assert self.check_answer([known], self.engine.line()), "the engine was not well before the fault"
         registers = step in {"Hello", "Register"}
-        self._trigger.arm(fault.point, self._random.choice((1, 1, 2, 3)) if step not in {*RARE, *COPIES} else 1)
+        self.trigger.arm(fault.point, self._random.choice((1, 1, 2, 3)) if step not in {*RARE, *COPIES} else 1)
         if registers:
             self._restart_server()
             reached = self._strike(fault, None)
         # what the engine holds itself makes it drop the ticket it got
-        self._ask([known, fresh], forget=step != "Drop")
+        self.ask([known, fresh], forget=step != "Drop")
         if not registers:
             reached = self._strike(fault, self.engine)
-        if not self._check_answer([known, fresh], self.engine.line()):
+        if not self.check_answer([known, fresh], self.engine.line()):
             assert reached, "the engine ended of itself"
             assert fault.action == "kill", "a stopped process cost the engine its life"
             assert fault.victim != "server", "the server's death cost the engine its life"
             self.engine.process.wait(PATIENCE_S)  # after a rank's death it ends of itself
         self._mend()
-        self._settle()
-        self._ask([known, fresh])
-        assert self._check_answer([known, fresh], self.engine.line()), "the engine does not answer afterwards"
-        self._settle()
+        self.settle()
+        self.ask([known, fresh])
+        assert self.check_answer([known, fresh], self.engine.line()), "the engine does not answer afterwards"
+        self.settle()
         return reached
 
     def _strike(self, fault: Fault, answering: Host | None) -> bool:
@@ -268,17 +268,13 @@ class Bench:
             if answering:
                 selector.register(answering.output, selectors.EVENT_READ)
             selector.select(PATIENCE_S)
-        if not self._trigger.disarm():
+        if not self.trigger.disarm():
             return False
-        self._breakpoints.settimeout(PATIENCE_S)
-        paused, _ = self._breakpoints.accept()
-        with paused:
-            who = json.loads(paused.recv(4096))
-            assert who["point"] == fault.point
-            victim = self._victim(fault, who["pid"])
+        with self.paused(fault.point) as (paused, pid):
+            victim = self._victim(fault, pid)
             os.kill(victim, signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
             with contextlib.suppress(OSError):  # the victim may be the one that paused
-                paused.sendall(b"g")
+                paused.sendall(GO)
         if fault.action == "stop":
             time.sleep(self._random.choice((0.02, 0.1, 0.7)))
             os.kill(victim, signal.SIGCONT)
@@ -286,6 +282,16 @@ class Bench:
             self.server.process.wait(PATIENCE_S)
             self._mend()
         return True
+
+    @contextlib.contextmanager
+    def paused(self, point: str) -> Iterator[tuple[socket.socket, int]]:
+        """The process that pauses at the armed point: what to answer it by, and its pid."""
+        self._breakpoints.settimeout(PATIENCE_S)
+        sock, _ = self._breakpoints.accept()
+        with sock:
+            who = json.loads(sock.recv(4096))
+            assert who["point"] == point
+            yield sock, who["pid"]
 
     def _victim(self, fault: Fault, paused: int) -> int:
         if fault.victim == "rank":
@@ -304,7 +310,7 @@ class Bench:
             self.engine = self._start_engine()
             self.counts["engines started"] += 1
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Everybody is registered, and nothing is held by anybody."""
         zero = ("tickets", "reservations", "pinned_nodes", "cells_reserved")
 

@@ -263,7 +263,6 @@ class Engine:
             request.hit_tokens += request.loading_to - request.computed
             request.computed = request.loading_to
             request.state = State.RUNNING
-            self._remember(request)
             self._release_unneeded(request)
 
     # ----------------------------------------------------------------------------------------------------------- blocks

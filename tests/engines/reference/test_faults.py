@@ -1,10 +1,12 @@
 """A short run of faults; the long one is `python tests/_plugins/fault_rounds.py --rounds 600`."""
 
+import json
+import time
 import typing
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-from fault_points import POINTS
+from fault_points import FAIL, GO, POINTS
 from fault_rounds import Bench, Fault, all_faults, plan, run
 
 from lmcache.core.protocol import Ping, Request, Status
@@ -39,13 +41,57 @@ def test_every_point_is_met_with_every_victim_and_action_before_any_comes_twice(
     assert Fault("worker:before:Commit", "rank", "kill") in faults
 
 
-def test_a_wrong_answer_does_not_go_unnoticed(tmp_path: Path) -> None:
-    bench = Bench(1, tmp_path)
-    try:
-        bench._ask([1])
-        line = bench.engine.line()
-        assert bench._check_answer([1], line)
-        with pytest.raises(AssertionError, match="WRONG ANSWER"):
-            bench._check_answer([2], line)
-    finally:
-        bench.close()
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    running = Bench(1, tmp_path_factory.mktemp("faults"))
+    yield running
+    running.close()
+
+
+def test_a_wrong_answer_does_not_go_unnoticed(bench: Bench) -> None:
+    bench.ask([1])
+    line = bench.engine.line()
+    assert bench.check_answer([1], line)
+    with pytest.raises(AssertionError, match="WRONG ANSWER"):
+        bench.check_answer([2], line)
+
+
+@pytest.mark.parametrize("point", ["worker:before:copy-out", "worker:before:Confirm"])
+def test_a_rank_that_loads_later_than_the_other_is_waited_for(bench: Bench, point: str) -> None:
+    bench.ask([2])
+    assert bench.check_answer([2], bench.engine.line())
+    bench.trigger.arm(point, 1)
+    bench.ask([2])
+    with bench.paused(point) as (sock, _):
+        time.sleep(0.5)  # the other rank is done long before, and the engine makes steps all the while
+        sock.sendall(GO)
+    answer = bench.engine.line()
+    assert bench.check_answer([2], answer)
+    assert json.loads(answer)["hits"][0] >= 128
+    bench.settle()
+
+
+@pytest.mark.parametrize("point", ["worker:before:copy-out", "worker:after:copy-out", "worker:before:Confirm"])
+def test_a_load_that_fails_on_one_rank_counts_on_none(bench: Bench, point: str) -> None:
+    bench.ask([3])
+    assert bench.check_answer([3], bench.engine.line())
+    bench.trigger.arm(point, 1)
+    bench.ask([3])
+    with bench.paused(point) as (sock, _):
+        sock.sendall(FAIL)
+    answer = bench.engine.line()
+    assert bench.check_answer([3], answer)
+    assert (json.loads(answer)["hits"], json.loads(answer)["failures"]) == ([0], [1])
+    bench.settle()
+
+
+@pytest.mark.parametrize("step", ["Reserve", "Commit"])
+def test_a_store_that_fails_on_one_rank_is_a_miss(bench: Bench, step: str) -> None:
+    point, number = f"worker:before:{step}", {"Reserve": 4, "Commit": 5}[step]
+    bench.trigger.arm(point, 1)
+    bench.ask([number])
+    with bench.paused(point) as (sock, _):
+        sock.sendall(FAIL)
+    assert bench.check_answer([number], bench.engine.line())
+    bench.ask([number])
+    assert bench.check_answer([number], bench.engine.line())

@@ -6,12 +6,14 @@ import socket
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from reference_stand import RunningServer, StartServer, assert_same, prompt
 
 from lmcache.engines.reference.engine import Engine
 from lmcache.engines.reference.ranks import RankLost
 from lmcache.engines.reference.requests import State
+from lmcache.engines.reference.scheduler import SchedulerConnector
 from lmcache.engines.reference.shapes import GEOMETRIES
 from lmcache.engines.reference.worker import WorkerConnector
 from lmcache.errors import ConfigError
@@ -27,19 +29,12 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def wait_for_link(engine: Engine) -> None:
-    """Until the scheduler and (in this process, so soon after) the worker are registered again."""
-    assert engine.client
+def wait_for_clients(server: RunningServer, clients: int = 2) -> None:
+    """Until scheduler and worker of each engine are registered."""
     until = time.monotonic() + 10
-    while time.monotonic() < until:
-        try:
-            engine.client.link()
-        except ConnectionError:
-            time.sleep(0.02)
-        else:
-            time.sleep(0.3)
-            return
-    pytest.fail("the engine did not register again")
+    while server.gauges()["clients"] != clients:
+        assert time.monotonic() < until, "the engine did not register again"
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -200,6 +195,21 @@ def test_a_load_that_is_not_confirmed_does_not_count(
     assert_nothing_held(warm, server)
 
 
+def test_a_ticket_of_another_boot_of_the_server_is_not_even_tried(
+    warm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmcache.core.link import Link
+
+    opened: list[int] = []
+    monkeypatch.setattr(Link, "open", lambda _, ticket: opened.append(ticket))
+    load = SchedulerConnector.load
+    monkeypatch.setattr(
+        SchedulerConnector, "load", lambda *args: msgspec.structs.replace(load(*args), epoch="an older boot")
+    )
+    (answer,) = warm.generate([ASKED])
+    assert (answer.load_failures, answer.hit_tokens, opened) == (1, 0, [])
+
+
 def test_a_server_that_dies_between_lookup_and_load_costs_a_computation(start_server: StartServer, seed: int) -> None:
     port = free_port()
     first = start_server("--chunk-size", "64", port=port)
@@ -216,7 +226,7 @@ def test_a_server_that_dies_between_lookup_and_load_costs_a_computation(start_se
         assert connector.hit(request) == CHUNK * 3
         first.kill()
         second = start_server("--chunk-size", "64", port=port)
-        wait_for_link(engine)
+        wait_for_clients(second)
         while engine.busy:
             engine.step()
         answer = engine.take(request)
@@ -240,7 +250,7 @@ def test_an_engine_without_a_server_answers_and_uses_one_that_comes(start_server
         (without,) = engine.generate([ASKED])
         assert_same(alone.generate([ASKED]), without)
         server = start_server("--chunk-size", "64", port=port)
-        wait_for_link(engine)
+        wait_for_clients(server)
         engine.drop_prefix_cache()
         (cold,) = engine.generate([ASKED])
         server.wait_idle()
@@ -264,12 +274,59 @@ def test_a_stopped_server_costs_one_deadline_and_no_answer(start_server: StartSe
         assert answer.hit_tokens == 0
         assert_same(cold, answer)
         server.process.send_signal(signal.SIGCONT)
-        wait_for_link(engine)
+        wait_for_clients(server)
         engine.drop_prefix_cache()
         (served,) = engine.generate([ASKED])
         assert served.hit_tokens == CHUNK * 3
         assert_same(cold, served)
         assert_nothing_held(engine, server)
+
+
+def test_a_request_that_runs_while_the_server_restarts_is_stored_from_its_first_chunk(
+    start_server: StartServer, seed: int
+) -> None:
+    port = free_port()
+    first = start_server("--chunk-size", "64", port=port)
+    with Engine(GEOMETRIES["llama"], server=first.address, seed=seed) as engine:
+        request = engine.add(ASKED, max_tokens=20)
+        while engine._requests[request].generated < 3:
+            engine.step()
+        assert first.gauges()["nodes"] == 3
+        first.kill()
+        second = start_server("--chunk-size", "64", port=port)
+        wait_for_clients(second)
+        assert second.gauges()["nodes"] == 0
+        while engine.busy:
+            engine.step()
+        assert second.gauges()["nodes"] == 3
+        engine.drop_prefix_cache()
+        (served,) = engine.generate([ASKED])
+        assert served.hit_tokens == CHUNK * 3
+        assert_same(engine.generate([ASKED], salt="cold"), served)
+
+
+@pytest.mark.parametrize("name", ["gemma", "chunked", "hybrid", "everything"])
+def test_blocks_that_the_engine_no_longer_holds_are_never_stored_as_data(
+    start_server: StartServer, seed: int, name: str
+) -> None:
+    shape, port = GEOMETRIES[name], free_port()
+    first = start_server("--chunk-size", "64", port=port)
+    with Engine(shape, server=first.address, seed=seed) as engine, Engine(shape, seed=seed) as alone:
+        engine.generate([prompt(CHUNK * 4 + 1)])
+        first.kill()
+        second = start_server("--chunk-size", "64", port=port)
+        wait_for_clients(second)
+        # the engine begins with what it holds: of the first chunks the window blocks and snapshots are long gone
+        (answer,) = engine.generate([prompt(CHUNK * 6 + 1)])
+        assert answer.own_hit_tokens == CHUNK * 4
+        for chunks in (1, 2, 3, 4, 5, 6):
+            engine.drop_prefix_cache()
+            asked = prompt(CHUNK * chunks + 1)
+            (served,) = engine.generate([asked])
+            assert_same(alone.generate([asked]), served)
+            if chunks == 1:
+                assert served.hit_tokens == 0
+        assert served.hit_tokens == CHUNK * 6
 
 
 def test_a_server_that_refuses_the_geometry_leaves_the_engine_alone(start_server: StartServer, seed: int) -> None:
