@@ -29,8 +29,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def create_segment(size: int) -> int:
     """A sealed memory file of `size` bytes, none of them backed yet. The caller closes the descriptor."""
     descriptor = os.memfd_create("lmcache-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, size)
-    fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
+    try:
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
