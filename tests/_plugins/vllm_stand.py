@@ -143,6 +143,16 @@ class ServerProcess:
     def control(self, deadline: float = 2.0) -> Control:
         return Control(ServerAddress(port=self.port), deadline)
 
+    def await_clients(self, number: int) -> None:
+        """Return when that many clients, neither more nor fewer, are registered."""
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            with self.control() as control:
+                if control.status()["gauges"]["clients"] == number:
+                    return
+            time.sleep(0.05)
+        pytest.fail(f"there are never {number} clients:\n{self._log.read_text()[-3000:]}")
+
     def settle(self) -> dict[str, Any]:
         """Wait until no store is in flight; returns the server's report."""
         with self.control() as control:
@@ -187,13 +197,7 @@ class Stand:
 
     def await_engine(self) -> None:
         self.engine.await_start()
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            with self.server.control() as control:
-                if control.status()["gauges"]["clients"] == self._clients:
-                    return
-            time.sleep(0.05)
-        pytest.fail(f"the engine does not register:\n{self.engine.log.read_text()[-3000:]}")
+        self.server.await_clients(self._clients)
 
     def close(self) -> None:
         if self.engine is not None:

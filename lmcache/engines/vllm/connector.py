@@ -92,13 +92,13 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         """Describe the pages, and connect. Called once, when vLLM has allocated its KV cache."""
         from lmcache.engines.vllm.registration import register_pages
 
-        facts, geometry, pages = register_pages(
-            self._vllm_config, self._kv_cache_config, self._groups, kv_caches, self._ranks, self._settings.weights_id
+        found = register_pages(
+            self._vllm_config, self._kv_cache_config, self._groups, kv_caches, self._ranks, self._settings
         )
         rank = self._vllm_config.parallel_config.rank % self._ranks
-        client = self._connect(Engine(facts, geometry, Role.WORKER, rank))
-        self._worker = WorkerSide(client, geometry, rank, pages)
-        self._facts = WorkerFacts(facts, geometry)
+        client = self._connect(Engine(found.facts, found.geometry, Role.WORKER, rank))
+        self._worker = WorkerSide(client, found.geometry, rank, found.makers, found.kernels)
+        self._facts = WorkerFacts(found.facts, found.geometry)
 
     def get_handshake_metadata(self) -> WorkerFacts | None:
         """What the scheduler has to know; collected by vLLM once every worker has registered."""

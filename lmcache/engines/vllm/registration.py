@@ -1,16 +1,34 @@
 """What a worker finds out when vLLM registers its KV caches. Imports torch."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 import vllm
 
-from lmcache.engines.copy import Pages
-from lmcache.engines.vllm.describe import SpecGroup, build_geometry, cached_layers, page_array, page_view
+from lmcache.engines.copy import Copier, Pages
+from lmcache.engines.vllm.describe import PageView, SpecGroup, build_geometry, cached_layers, page_array, page_view
 from lmcache.engines.vllm.identity import device_facts, namespace_facts, page_facts
+from lmcache.engines.vllm.settings import Settings
+from lmcache.engines.vllm.staging import Device, StagedCopier, StagedPages
 from lmcache.engines.vllm.views import StorageBytes
+from lmcache.engines.vllm.worker import Kernels, MakeCopier, NoKernels
+from lmcache.errors import ConfigError
 from lmcache.geometry.groups import Geometry
+
+
+@attrs.frozen
+class Registration:
+    """What a worker knows once it has seen its KV caches."""
+
+    facts: dict[str, str]
+    """Of the namespace, in clear."""
+    geometry: Geometry
+    makers: dict[int, MakeCopier]
+    """For each cached group, by its number, what makes its copiers."""
+    kernels: Kernels
 
 
 def register_pages(
@@ -19,25 +37,46 @@ def register_pages(
     groups: Sequence[SpecGroup],
     kv_caches: Mapping[str, torch.Tensor],
     ranks: int,
-    weights_id: str,
-) -> tuple[dict[str, str], Geometry, dict[int, Pages]]:
-    """The namespace's facts, the geometry, and the pages of each cached group, by group number.
-
-    Raises GeometryError or ConfigError for KV caches that cannot be copied.
-    """
+    settings: Settings,
+) -> Registration:
+    """Describe the KV caches, prepare to copy them. Raises GeometryError or ConfigError for what cannot be copied."""
     blocks = kv_cache_config.num_blocks
     names = cached_layers(groups, kv_caches)
     views = {name: page_view(name, kv_caches[name], blocks) for name in names}
     geometry = build_geometry(groups, views, ranks, kv_cache_config.cache_hit_alignment_tokens or 0)
-    storages = StorageBytes()
-    arrays = {name: page_array(storages.of(name, kv_caches[name]), views[name], blocks) for name in names}
-    pages = {number: Pages([arrays[name] for name in groups[number].layers]) for number in geometry.cached_groups}
+    devices = {kv_caches[name].device for name in names}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"the KV caches of this worker are spread over {sorted(map(str, devices))}",
+            remedy="run without the connector",
+        )
+    device = devices.pop()
     facts = (
-        namespace_facts(vllm_config, vllm.__version__, weights_id, _backends(vllm_config, names))
+        namespace_facts(vllm_config, vllm.__version__, settings.weights_id, _backends(vllm_config, names))
         | page_facts([views[name] for name in names], [kv_caches[name] for name in names])
-        | device_facts(kv_caches[names[0]].device.type, _cpu_features())
+        | device_facts(device.type, _cpu_features())
     )
-    return facts, geometry, pages
+    staged = settings.staging or device.type != "cpu"
+    prepare = _staged if staged else _direct
+    makers = {
+        number: prepare(
+            [kv_caches[name] for name in groups[number].layers], [views[name] for name in groups[number].layers], blocks
+        )
+        for number in geometry.cached_groups
+    }
+    return Registration(facts, geometry, makers, Device(device) if staged else NoKernels())
+
+
+def _direct(tensors: Sequence[torch.Tensor], views: Sequence[PageView], blocks: int) -> MakeCopier:
+    """Pages in memory that the CPU reaches: straight between them and the arena."""
+    storages = StorageBytes()
+    arrays = [page_array(storages.of(tensor), view, blocks) for tensor, view in zip(tensors, views, strict=True)]
+    return functools.partial(Copier, Pages(arrays))
+
+
+def _staged(tensors: Sequence[torch.Tensor], views: Sequence[PageView], blocks: int) -> MakeCopier:
+    """Pages on an accelerator."""
+    return functools.partial(StagedCopier, StagedPages(tensors, views, blocks))
 
 
 def _backends(vllm_config: Any, names: Sequence[str]) -> dict[str, str]:

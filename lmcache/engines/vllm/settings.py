@@ -15,6 +15,7 @@ DEADLINE = "lmcache.deadline"
 START_WAIT = "lmcache.start_wait"
 STORE_DECODE = "lmcache.store_decode"
 WEIGHTS_ID = "lmcache.weights_id"
+STAGING = "lmcache.staging"
 
 NOTED = {
     "lmcache.mp.mq_timeout": f"requests are given up after {DEADLINE} seconds",
@@ -35,6 +36,8 @@ class Settings:
     """Whether chunks that sampled tokens complete are stored, too."""
     weights_id: str = ""
     """The user's word for what the weights are; empty to find out."""
+    staging: bool = False
+    """Whether pages in CPU memory are copied as an accelerator's are, through buffers: slower, for proving that way."""
     notes: tuple[str, ...] = ()
     """One line for each key that was accepted and does nothing."""
 
@@ -48,6 +51,7 @@ def read_settings(extra: Mapping[str, Any]) -> Settings:
         START_WAIT: _seconds_or_none,
         STORE_DECODE: _switch,
         WEIGHTS_ID: _text,
+        STAGING: _switch,
     }
     for key in extra:
         if key not in readers and key not in NOTED:
@@ -63,6 +67,7 @@ def read_settings(extra: Mapping[str, Any]) -> Settings:
         values.get(START_WAIT, defaults.start_wait),
         values.get(STORE_DECODE, defaults.store_decode),
         values.get(WEIGHTS_ID, defaults.weights_id),
+        values.get(STAGING, defaults.staging),
         tuple(f"{key} is accepted and sets nothing: {why}" for key, why in NOTED.items() if key in extra),
     )
 

@@ -1,4 +1,4 @@
-"""The bytes behind vLLM's tensors. Imports torch, so only a worker may load it."""
+"""The bytes behind vLLM's tensors in memory that the CPU reaches. Imports torch, so only a worker may load it."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from lmcache.engines.vllm.describe import Bytes
-from lmcache.errors import ConfigError
 
 
 class StorageBytes:
@@ -15,13 +14,8 @@ class StorageBytes:
     def __init__(self) -> None:
         self._arrays: dict[int, Bytes] = {}
 
-    def of(self, layer: str, tensor: torch.Tensor) -> Bytes:
-        """All bytes of the storage behind `tensor`. Raises ConfigError where NumPy cannot reach them."""
-        if tensor.device.type != "cpu":
-            raise ConfigError(
-                f"the KV cache of layer {layer} is on {tensor.device}, and this version copies from CPU memory only",
-                remedy="run vLLM for CPU, or without the connector",
-            )
+    def of(self, tensor: torch.Tensor) -> Bytes:
+        """All bytes of the storage behind a CPU tensor."""
         storage: Any = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self._arrays:

@@ -9,7 +9,9 @@ import queue
 import struct
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
@@ -17,31 +19,71 @@ import numpy as np
 from lmcache.core.client import Client, Link
 from lmcache.core.keys import HASH_BYTES
 from lmcache.core.protocol import ErrorCode, Opened, Placed
-from lmcache.engines.copy import Bytes, Copier, Pages
+from lmcache.engines.copy import Bytes
 from lmcache.engines.vllm.orders import LoadOrder, StoreOrder
 from lmcache.errors import LMCacheError, Refused
 from lmcache.geometry.chunking import kept_span
 from lmcache.geometry.groups import Geometry
 from lmcache.geometry.hits import LoadSpan, load_spans
-from lmcache.geometry.layout import object_layout
+from lmcache.geometry.layout import ObjectLayout, object_layout
 
 log = logging.getLogger(__name__)
 
 
+class ObjectCopier(Protocol):
+    """`engines.copy.Copier`, or whatever reaches the pages of another kind of memory."""
+
+    def store(self, arena: Bytes, cells: Sequence[int], block_ids: Sequence[int]) -> None: ...
+    def load(self, arena: Bytes, cells: Sequence[int], block_ids: Sequence[int], first: int = 0) -> None: ...
+
+
+MakeCopier = Callable[[ObjectLayout, int], ObjectCopier]
+"""Makes the copier of one group for a layout and a cell size in bytes."""
+
+
+class Kernels(Protocol):
+    """How to wait for what the engine has submitted to its device."""
+
+    def settle(self) -> None: ...
+    def mark(self) -> Any: ...
+    def reached(self, mark: Any) -> None: ...
+    def own_stream(self) -> AbstractContextManager[Any]: ...
+
+
+class NoKernels:
+    """An engine whose steps are done when they return, as on CPU."""
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
+    def mark(self) -> None:
+        """Nothing to wait for later."""
+
+    def reached(self, mark: None) -> None:
+        """It is done."""
+
+    def own_stream(self) -> AbstractContextManager[None]:
+        """There are no streams."""
+        return contextlib.nullcontext()
+
+
 class CopyPlans:
-    """A copier for each cached group, for the chunk size and the cells of the server that a link leads to."""
+    """A copier for each cached group, for the chunk size and the cells of the server that a link leads to.
 
-    def __init__(self, geometry: Geometry, pages: Mapping[int, Pages]) -> None:
+    Not shared between threads: a copier may have buffers of its own.
+    """
+
+    def __init__(self, geometry: Geometry, makers: Mapping[int, MakeCopier]) -> None:
         self._geometry = geometry
-        self._pages = pages
-        self._made: dict[tuple[int, int, int], tuple[Copier, int]] = {}
+        self._makers = makers
+        self._made: dict[tuple[int, int, int], tuple[ObjectCopier, int]] = {}
 
-    def of(self, link: Link, group: int) -> tuple[Copier, int]:
+    def of(self, link: Link, group: int) -> tuple[ObjectCopier, int]:
         """The copier, and how many cells one object of the group takes."""
         key = (link.chunk_size, link.cell_bytes, group)
         if key not in self._made:
             layout = object_layout(self._geometry.groups[group], link.chunk_size, link.cell_bytes)
-            self._made[key] = Copier(self._pages[group], layout, link.cell_bytes), layout.cells
+            self._made[key] = self._makers[group](layout, link.cell_bytes), layout.cells
         return self._made[key]
 
 
@@ -61,10 +103,11 @@ class _Stored:
 class Storer:
     """Stores chunks while their step still holds their blocks, so that nobody can change them meanwhile."""
 
-    def __init__(self, client: Client, geometry: Geometry, rank: int, plans: CopyPlans) -> None:
+    def __init__(self, client: Client, geometry: Geometry, rank: int, plans: CopyPlans, kernels: Kernels) -> None:
         self._client = client
         self._geometry = geometry
         self._rank = rank
+        self._kernels = kernels
         self._plans = plans
         self._stored: dict[str, _Stored] = {}
 
@@ -80,6 +123,7 @@ class Storer:
         try:
             link = self._client.link()
             if link.namespace == namespace:
+                self._kernels.settle()
                 for order in orders:
                     self._store_request(link, self._stored[order.request])
         except LMCacheError as error:
@@ -150,11 +194,12 @@ class Storer:
 class Loader:
     """Loads on a thread of its own, one order after another, and remembers what became of each."""
 
-    def __init__(self, client: Client, geometry: Geometry, plans: CopyPlans) -> None:
+    def __init__(self, client: Client, geometry: Geometry, plans: CopyPlans, kernels: Kernels) -> None:
         self._client = client
         self._geometry = geometry
         self._plans = plans
-        self._orders: queue.SimpleQueue[LoadOrder | None] = queue.SimpleQueue()
+        self._kernels = kernels
+        self._orders: queue.SimpleQueue[tuple[LoadOrder, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._succeeded: set[str] = set()
         self._failed: set[str] = set()
@@ -162,9 +207,9 @@ class Loader:
         self._thread.start()
 
     def load(self, orders: Iterable[LoadOrder]) -> None:
-        """Begin these loads. Does not wait."""
+        """Begin these loads, each when the device has done what was submitted to it before. Does not wait."""
         for order in orders:
-            self._orders.put(order)
+            self._orders.put((order, self._kernels.mark()))
 
     def outcomes(self) -> tuple[set[str], set[str]]:
         """Requests whose load has ended since the last call: all of them, and those whose load failed."""
@@ -184,14 +229,17 @@ class Loader:
         self._thread.join()
 
     def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            held = self._load_or_fail(order)
-            with self._lock:
-                (self._succeeded if held else self._failed).add(order.request)
+        with self._kernels.own_stream():
+            while (entry := self._orders.get()) is not None:
+                order, mark = entry
+                held = self._load_or_fail(order, mark)
+                with self._lock:
+                    (self._succeeded if held else self._failed).add(order.request)
 
-    def _load_or_fail(self, order: LoadOrder) -> bool:
+    def _load_or_fail(self, order: LoadOrder, mark: Any) -> bool:
         """Whether the request's blocks hold what was asked for. Raises nothing: vLLM waits for an outcome."""
         try:
+            self._kernels.reached(mark)
             return self._load(order)
         except LMCacheError as error:
             log.warning("lmcache: a load failed, its request is computed instead: %s", error)
@@ -231,11 +279,18 @@ class Loader:
 class WorkerSide:
     """One rank. vLLM's worker thread calls it; the loads run on the loader's thread."""
 
-    def __init__(self, client: Client, geometry: Geometry, rank: int, pages: Mapping[int, Pages]) -> None:
-        plans = CopyPlans(geometry, pages)
+    def __init__(
+        self,
+        client: Client,
+        geometry: Geometry,
+        rank: int,
+        makers: Mapping[int, MakeCopier],
+        kernels: Kernels | None = None,
+    ) -> None:
+        kernels = kernels or NoKernels()
         self._client = client
-        self._loader = Loader(client, geometry, plans)
-        self._storer = Storer(client, geometry, rank, plans)
+        self._loader = Loader(client, geometry, CopyPlans(geometry, makers), kernels)
+        self._storer = Storer(client, geometry, rank, CopyPlans(geometry, makers), kernels)
 
     def load(self, orders: Iterable[LoadOrder]) -> None:
         """Begin loads; called after the step's forward pass was submitted."""

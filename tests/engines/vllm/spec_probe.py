@@ -26,9 +26,10 @@ from lmcache.engines.vllm.adapter import lmcache_classify_kv_spec as classify
 from lmcache.engines.vllm.checks import check_version
 from lmcache.engines.vllm.connector import LMCacheMPConnector
 from lmcache.engines.vllm.describe import build_geometry, logged_blocks, page_array, page_view, spec_groups
+from lmcache.engines.vllm.staging import StagedCopier, StagedPages
 from lmcache.engines.vllm.views import StorageBytes
 from lmcache.errors import ConfigError, GeometryError
-from lmcache.geometry.groups import GroupKind
+from lmcache.geometry.groups import GroupKind, KVGroup
 from lmcache.geometry.layout import object_layout
 
 BF16 = torch.bfloat16
@@ -105,23 +106,29 @@ def views(layout: KVCacheLayout, blocks: int) -> dict[str, torch.Tensor]:
     return made
 
 
-def check_copies(layout: KVCacheLayout) -> None:
+def check_copies(layout: KVCacheLayout, *, staged: bool) -> None:
     blocks = 12
     tensors = views(layout, blocks)
     groups = spec_groups(SimpleNamespace(kv_cache_groups=glm()), 1, classify)
     found = {name: page_view(name, tensor, blocks) for name, tensor in tensors.items()}
     geometry = build_geometry(groups, found, 1, 64)
     assert geometry.groups[0].page_bytes == (73728, 8448, 73728, 8448)
-    storages = StorageBytes()
-    pages = Pages([page_array(storages.of(n, tensors[n]), found[n], blocks) for n in groups[0].layers])
     cell = 1 << 17
     plan = object_layout(geometry.groups[0], 256, cell)
-    copier = Copier(pages, plan, cell)
+    names = groups[0].layers
+    if staged:
+        copier: Any = StagedCopier(
+            StagedPages([tensors[n] for n in names], [found[n] for n in names], blocks), plan, cell
+        )
+    else:
+        storages = StorageBytes()
+        copier = Copier(Pages([page_array(storages.of(tensors[n]), found[n], blocks) for n in names]), plan, cell)
     arena, cells = np.zeros(plan.cells * cell, np.uint8), list(range(plan.cells))
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     copier.store(arena, cells, [7, 2, 9, 4])
     copier.load(arena, cells, [0, 1, 5, 11])
-    moved = {0: 7, 1: 2, 5: 9, 11: 4}
+    copier.load(arena, cells, [3, 8], first=1)
+    moved = {0: 7, 1: 2, 5: 9, 11: 4, 3: 2, 8: 9}
     for name, tensor in tensors.items():
         for block in range(blocks):
             bits = torch.uint8 if tensor.dtype == torch.uint8 else torch.int16
@@ -132,11 +139,44 @@ def check_copies(layout: KVCacheLayout) -> None:
 
 
 def glm_pages_are_copied_with_layers_outermost() -> None:
-    check_copies(KVCacheLayout.LBNHC)
+    check_copies(KVCacheLayout.LBNHC, staged=False)
 
 
 def glm_pages_are_copied_with_blocks_outermost() -> None:
-    check_copies(KVCacheLayout.BLNHC)
+    check_copies(KVCacheLayout.BLNHC, staged=False)
+
+
+def glm_pages_are_copied_through_buffers() -> None:
+    for layout in (KVCacheLayout.LBNHC, KVCacheLayout.BLNHC):
+        check_copies(layout, staged=True)
+
+
+def pages_of_any_alignment_are_copied_through_buffers() -> None:
+    raw = torch.randint(0, 256, (1 + 7 * 50,), dtype=torch.uint8)
+    tensor = raw[1:].view(50, 7)[:, :5]
+    view = page_view("l", tensor, 50)
+    group = KVGroup(GroupKind.FULL, 4, (5,))
+    plan = object_layout(group, 16, 11)
+    copier = StagedCopier(StagedPages([tensor], [view], 50), plan, 11)
+    arena, before = np.zeros(44, np.uint8), tensor.clone()
+    copier.store(arena, [3, 1], [9, 8, 7, 6])
+    copier.load(arena, [3, 1], [1, 2, 3, 4])
+    assert torch.equal(tensor[1:5], before[[9, 8, 7, 6]])
+    assert torch.equal(tensor[5:], before[5:])
+
+
+def a_block_that_is_not_there_moves_nothing_through_buffers() -> None:
+    tensor = torch.zeros(4, 8, dtype=torch.uint8)
+    group = KVGroup(GroupKind.FULL, 4, (8,))
+    copier = StagedCopier(StagedPages([tensor], [page_view("l", tensor, 4)], 4), object_layout(group, 8, 64), 64)
+    arena = np.ones(64, np.uint8)
+    for attempt in (
+        lambda: copier.store(arena, [0], [0, 4]),
+        lambda: copier.store(arena, [0], [0]),
+        lambda: copier.load(arena, [0], [-1, 0]),
+    ):
+        refused(IndexError, "of an engine with 4 blocks", attempt)
+    assert not tensor.any()
 
 
 def pages_with_heads_outside_blocks_are_refused() -> None:
@@ -144,11 +184,6 @@ def pages_with_heads_outside_blocks_are_refused() -> None:
     raw = torch.zeros(FULL.page_size_bytes * 4, dtype=torch.int8)
     [tensor] = kv.create_kv_cache_views(raw, FULL, 4, KVCacheLayout.LHBNC, place)
     refused(GeometryError, "not one run of bytes", lambda: page_view("l", tensor, 4))
-
-
-def memory_that_numpy_cannot_reach_is_refused() -> None:
-    elsewhere = torch.empty(4, device="meta")
-    refused(ConfigError, "layer l is on meta", lambda: StorageBytes().of("l", elsewhere))
 
 
 def our_class_is_registered_however_often() -> None:
@@ -222,8 +257,10 @@ CHECKS = (
     glm_shows_one_group_of_64_and_a_scratch_group,
     glm_pages_are_copied_with_layers_outermost,
     glm_pages_are_copied_with_blocks_outermost,
+    glm_pages_are_copied_through_buffers,
+    pages_of_any_alignment_are_copied_through_buffers,
+    a_block_that_is_not_there_moves_nothing_through_buffers,
     pages_with_heads_outside_blocks_are_refused,
-    memory_that_numpy_cannot_reach_is_refused,
     our_class_is_registered_however_often,
     a_connector_is_a_cache_that_survives_failed_loads,
     a_misspelt_key_is_refused,

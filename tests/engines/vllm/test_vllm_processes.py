@@ -23,18 +23,21 @@ def test_another_engine_finds_what_the_first_one_stored(stand: Stand, models: Pa
     ids = prompt(100, 2600)
     [cold] = stand.engine.generate(ids)
     stand.server.settle()
-    transfer = stand.transfer() | {"kv_connector_module_path": "lmcache.engines.vllm.connector"}
-    # other memory, an engine core of its own, and no plugin that registers the connector
+    transfer = stand.transfer(**{"lmcache.staging": True})
+    transfer["kv_connector_module_path"] = "lmcache.engines.vllm.connector"
+    # other memory, an engine core of its own, no plugin that registers the connector, and copies as an accelerator's
     other = Stand(
         tmp_path,
         models / "llama",
-        clients=4,
+        clients=2,
         kv_transfer_config=transfer,
         num_gpu_blocks_override=60,
         **SHARED_ENGINE,
     )
     try:
         other.start_engine(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_PLUGINS="")
+        other.engine.await_start()
+        stand.server.await_clients(4)
         [warm] = other.engine.generate(ids)
         assert warm["cached"] == 2560
         assert same_answer(cold, warm)
@@ -73,9 +76,7 @@ def test_two_ranks_hit_with_the_same_answer_and_a_killed_engine_leaves_nothing(
         time.sleep(0.5)
         stand.engine.kill()
         stand.engine = None
-        end = time.monotonic() + 10
-        while stand.server.settle()["gauges"]["clients"] and time.monotonic() < end:
-            time.sleep(0.05)
-        assert stand.server.quiet()["gauges"]["clients"] == 0
+        stand.server.await_clients(0)
+        stand.server.quiet()
     finally:
         stand.close()

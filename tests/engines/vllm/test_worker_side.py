@@ -1,5 +1,6 @@
 """Both halves of the connector on a real server, with NumPy arrays in the place of vLLM's KV cache."""
 
+import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from vllm_stand import ServerProcess, free_port
 from lmcache.core.client import Client, ClientSettings, Engine, ServerAddress
 from lmcache.core.link import Link
 from lmcache.core.protocol import Role
-from lmcache.engines.copy import Pages
+from lmcache.engines.copy import Copier, Pages
 from lmcache.engines.vllm.orders import StepOrders, StoreOrder
 from lmcache.engines.vllm.scheduler import SchedulerSide
 from lmcache.engines.vllm.worker import WorkerSide
@@ -26,7 +27,7 @@ class Rank:
 
     def __init__(self, client: Client, geometry: Geometry, rank: int) -> None:
         self.memory = np.zeros((2, BLOCKS, PAGE), np.uint8)
-        self.side = WorkerSide(client, geometry, rank, {0: Pages(list(self.memory))})
+        self.side = WorkerSide(client, geometry, rank, {0: functools.partial(Copier, Pages(list(self.memory)))})
 
     def fill(self, blocks: list[int], seed: int) -> np.ndarray:
         self.memory[:, blocks] = np.random.default_rng(seed).integers(0, 256, (2, len(blocks), PAGE), np.uint8)
