@@ -13,21 +13,22 @@ BRANCH_PATIENCE = 16
 """Nodes in use below one trunk, after which the search goes on elsewhere: what is free there has its own turn."""
 
 
-def choose_victims(order: GuardedOrder, orphaned: Iterable[Node], cells: int) -> list[Node]:
-    """Nodes that free at least `cells`, leaves first, marked as doomed; none at all when that much cannot be freed.
+def choose_victims(order: GuardedOrder, orphaned: Iterable[Node], free: int, wanted: int, unit: int) -> list[Node]:
+    """Nodes whose cells, with `free` ones, make `wanted` cells, or as many whole units as can be had.
 
-    Among them may be holes, which free nothing and go with the last chunk below them.
+    In the order of eviction, leaves first, and marked as doomed. Among them may be holes, which free nothing and go
+    with the last chunk below them.
     """
     chosen: list[Node] = []
     in_use: list[Node] = []
-    freed = 0
+    reached = free
     candidates = _candidates(order, orphaned)
     for node in itertools.islice(candidates, VICTIM_SCAN):
         if node.evictable:
             node.doom()
             chosen.append(node)
-            freed += node.cells
-            if freed >= cells:
+            reached += node.cells
+            if reached >= wanted:
                 break
         else:
             in_use.append(node)
@@ -35,11 +36,13 @@ def choose_victims(order: GuardedOrder, orphaned: Iterable[Node], cells: int) ->
     if len(in_use) >= IN_THE_WAY:
         # otherwise every later search would pass over them again, or end among them and find nobody, ever
         order.touch(in_use)
-    if freed >= cells:
-        return chosen
-    for node in chosen:
+    # nobody goes for the sake of half an object
+    surplus = reached - min(wanted, reached // unit * unit)
+    while chosen and chosen[-1].cells <= surplus:
+        node = chosen.pop()
+        surplus -= node.cells
         node.spare()
-    return []
+    return chosen
 
 
 def _candidates(order: GuardedOrder, orphaned: Iterable[Node]) -> Generator[Node, None, None]:

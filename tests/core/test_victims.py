@@ -89,10 +89,10 @@ def test_a_trunk_whose_oldest_branch_is_held_loses_its_other_branches_from_their
     check_invariants(cache)
 
 
-def test_more_cold_chunks_in_use_than_one_search_looks_at_hide_the_others_for_one_request_only(
+def test_more_cold_chunks_in_use_than_a_request_looks_at_hide_the_others_for_one_request_only(
     namespace: Namespace,
 ) -> None:
-    held = VICTIM_SCAN + 100
+    held = 2 * VICTIM_SCAN + 100  # a request searches twice before it gives up
     cache = cache_of(held + 3, namespace)
     assert len(cache.reserve(STALLED, namespace, "", b"", prompt(held), 0, 0).placed) == held
     assert store(cache, namespace, prompt(3)) == 3
