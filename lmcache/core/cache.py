@@ -193,7 +193,7 @@ class Cache:
 
     def _seal(self, node: Node) -> None:
         namespace = node.namespace
-        for group in namespace.geometry.cached_groups:
+        for group in namespace.cached_groups:
             if not node.sealed >> group & 1 and namespace.group_committed(node, group):
                 # the one place where bytes become readable: every shard of the object is written
                 node.sealed |= 1 << group

@@ -127,6 +127,8 @@ class Namespace:
         """In clear, for status and logs."""
         self.geometry = geometry
         self.chunk_size = chunk_size
+        self.cached_groups = geometry.cached_groups
+        """Numbers of the groups that are stored; here, because every chunk that is committed asks."""
         self.nodes: dict[ChainHash, Node] = {}
         self.object_cells = tuple(object_cells(group, chunk_size, cell_bytes) for group in geometry.groups)
         """For each group, the cells of one shard's object."""
