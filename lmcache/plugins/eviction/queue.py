@@ -44,14 +44,20 @@ class NodeQueue:
     def move_to_warm_end(self, nodes: Sequence[ChunkNode]) -> None:
         """Take nodes, each named once, out of their queues and put them here: the last is the warmest."""
         end = self._end
-        for node in nodes:
-            link = node.policy_state
-            colder, warmer = link.colder, link.warmer
-            colder.warmer = warmer
-            warmer.colder = colder
-            last = end.colder
-            link.colder, link.warmer = last, end
-            last.warmer = end.colder = link
+        links: list[Link] = [node.policy_state for node in nodes]
+        at, count = 0, len(links)
+        while at < count:
+            first = last = links[at]
+            at += 1
+            # a prompt that was touched as a whole before still lies together, and moves in one piece
+            while at < count and last.warmer is links[at]:
+                last = links[at]
+                at += 1
+            colder, warmer = first.colder, last.warmer
+            colder.warmer, warmer.colder = warmer, colder
+            warmest = end.colder
+            first.colder, last.warmer = warmest, end
+            warmest.warmer, end.colder = first, last
 
     def remove(self, node: ChunkNode) -> None:
         """Take a node out of the queue that it is in."""
