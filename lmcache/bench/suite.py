@@ -18,3 +18,11 @@ def measure(quick: bool, step: Step) -> list[Figure]:
     figures += measure_lookups(2 if quick else 16, 512, 20 if quick else 1000, step)
     figures += measure_startup(1 if quick else 5, step)
     return figures
+
+
+def measure_engine(engine: str, quick: bool, step: Step) -> list[Figure]:
+    """Rows 3 and 4, in a real engine. A few minutes, half of them the engine's start. Raises ConfigError without it."""
+    from lmcache.bench.vllm_rows import measure_vllm
+
+    measures = {"vllm": measure_vllm}
+    return measures[engine](quick, step)

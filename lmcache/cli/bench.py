@@ -10,9 +10,14 @@ from lmcache.errors import ConfigError
 
 
 @click.command(short_help="Measure costs, with the machine's own limits beside them.")
+@click.option(
+    "--engine",
+    type=click.Choice(["vllm"]),
+    help="Measure what the connector costs in a real engine instead; it must be installed. Takes some minutes.",
+)
 @click.option("--quick", is_flag=True, help="Fewer and smaller samples: whether it works, not how fast it is.")
 @as_json
-def bench(quick: bool, as_json: bool) -> None:
+def bench(engine: str | None, quick: bool, as_json: bool) -> None:
     """Measure what the cache costs, as ratios in one run, with targets and the machine's own limits beside them.
 
     A missed target is a figure, not a failure: the exit code is 0 either way. Servers that are measured are started for
@@ -30,7 +35,7 @@ def bench(quick: bool, as_json: bool) -> None:
 
     machine = this_machine()
     with _progress() as step:
-        figures = suite.measure(quick, step)
+        figures = suite.measure_engine(engine, quick, step) if engine else suite.measure(quick, step)
     if as_json:
         import json
 
