@@ -1,4 +1,4 @@
-"""The client of an engine process against a real server that is absent, killed, stopped, restarted or asked too much."""
+"""The client of an engine process against a real server: absent, killed, stopped, restarted or asked too much."""
 
 import contextlib
 import signal
@@ -133,7 +133,7 @@ def read(link: Link, ticket: int) -> list[set[int]]:
 
 def test_without_a_server_the_engine_is_told_at_once_and_joins_when_one_comes(server, connect):
     client = connect()
-    with pytest.raises(ServerUnavailable, match="no link to the lmcache server at 127.0.0.1"):
+    with pytest.raises(ServerUnavailable, match=r"no link to the lmcache server at 127\.0\.0\.1"):
         client.link()
     server.start()
     eventually(lambda: linked(client))
@@ -178,7 +178,7 @@ def test_a_stopped_server_costs_one_deadline_and_then_nothing(server, connect):
     client = connect()
     link = client.link()
     server.signal(signal.SIGSTOP)
-    with pytest.raises(DeadlineExceeded, match="did not answer within 0.4 s"):
+    with pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.4 s"):
         link.reserve("", b"", hashes_of(1, 1), 0, 0)
     assert not link.alive
     with pytest.raises(ServerUnavailable):  # the circuit is open: nobody waits again
@@ -260,7 +260,7 @@ def test_a_scheduler_has_no_arena(server, connect):
         pass
 
 
-# ---------------------------------------------------------------------------------------------------------- many at once
+# --------------------------------------------------------------------------------------------------------- many at once
 
 
 def test_answers_find_their_askers_when_many_threads_share_a_link(server, connect):
@@ -374,8 +374,8 @@ def test_an_engine_whose_chunks_could_never_be_loaded_is_refused(server, connect
     client = connect(geometry=huge)
     eventually(lambda: client.refusal is not None)
     assert str(client.refusal) == (
-        "a chunk of 64 tokens of m takes 4096 cells of 16 KiB over all ranks, and L1 has 4096; give L1 at least 0.125 GB "
-        "with --l1-size-gb, or smaller cells with --l1-cell-kb"
+        "a chunk of 64 tokens of m takes 4096 cells of 16 KiB over all ranks, and L1 has 4096; give L1 at least "
+        "0.125 GB with --l1-size-gb, or smaller cells with --l1-cell-kb"
     )
 
 
