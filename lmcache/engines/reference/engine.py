@@ -15,15 +15,15 @@ import numpy as np
 
 from lmcache.core.client import Client, ClientSettings, ServerAddress
 from lmcache.core.protocol import Role
-from lmcache.engines.reference.blocks import NULL_BLOCK, BlockPool, OutOfBlocks
+from lmcache.engines.reference.blocks import BlockPool, OutOfBlocks
 from lmcache.engines.reference.describe import describe
 from lmcache.engines.reference.messages import LoadOrder, Run, Setup, Step, StepDone
 from lmcache.engines.reference.ranks import RANK_COMMAND, LocalRank, RankProcesses, Ranks
-from lmcache.engines.reference.requests import Output, Request, State, first_needed_block
+from lmcache.engines.reference.requests import Output, Request, State
 from lmcache.engines.reference.scheduler import SchedulerConnector
 from lmcache.engines.reference.shapes import ModelShape
+from lmcache.engines.reference.tables import BlockTables, blocks_for
 from lmcache.errors import ConfigError
-from lmcache.geometry.groups import GroupKind
 
 IDLE_SECONDS = 0.0005
 """Pause between steps in which nothing can be computed, because lookups or loads are under way."""
@@ -54,11 +54,11 @@ class Engine:
         if shape.heads % ranks:
             raise ConfigError(f"{ranks} ranks do not divide {shape.heads} heads", remedy="use 1, 2 or 4")
         self.shape = shape
-        self._alignment = shape.geometry(ranks).alignment
         self._step_tokens = step_tokens
         self._max_requests = max_requests
         self._blocks = blocks
         self._pool = BlockPool(blocks)
+        self._tables = BlockTables(shape, self._pool)
         self._ids = itertools.count(1)
         self._requests: dict[int, Request] = {}
         self._outputs: dict[int, Output] = {}
@@ -104,9 +104,7 @@ class Engine:
 
     def add(self, prompt: Sequence[int], max_tokens: int = 8, salt: str = "") -> int:
         """Queue a request; returns its id. Raises ConfigError for one that can never fit."""
-        groups = self.shape.groups
-        total = len(prompt) + max_tokens
-        need = sum(-(-total // group.tokens_per_block) if group.tokens_per_block else 1 for group in groups)
+        need = blocks_for(self.shape, len(prompt) + max_tokens)
         if not prompt or max_tokens < 1 or need >= self._blocks:
             raise ConfigError(
                 f"a request of {len(prompt)} + {max_tokens} tokens needs {need} of {self._blocks - 1} blocks",
@@ -190,7 +188,7 @@ class Engine:
     def _advance(self, request: Request, count: int, logits: bytes) -> None:
         request.computed += count
         request.computed_tokens += count
-        self._remember(request)
+        self._tables.remember(request)
         if request.computed == len(request.tokens):
             row = np.frombuffer(logits, np.float32)
             request.logits.append(row)
@@ -199,7 +197,7 @@ class Engine:
         if request.finished:
             self._finish(request)
         else:
-            self._release_unneeded(request)
+            self._tables.release_unneeded(request)
 
     def _in_state(self, state: State) -> list[Request]:
         return [request for request in self._requests.values() if request.state is state]
@@ -215,12 +213,12 @@ class Engine:
         loads = []
         for request in self._in_state(State.WAITING):
             active = len(self._requests) - len(self._in_state(State.WAITING))
-            if active >= self._max_requests or self._whole_need(request) > self._pool.unused:
+            if active >= self._max_requests or not self._tables.room_for(request):
                 break
             hit = self._connector.hit(request.id) if self._connector else 0
             if hit is None:
                 continue
-            self._take_own(request)
+            self._tables.take_own(request)
             if self._connector and hit > request.computed:
                 loads.append(self._start_load(request, self._connector, hit))
             else:
@@ -229,15 +227,9 @@ class Engine:
                     self._connector.drop(request.id)
         return loads
 
-    def _whole_need(self, request: Request) -> int:
-        """Blocks that the request needs for the tokens it has, at most."""
-        total = len(request.tokens) + 1
-        return sum(-(-total // group.tokens_per_block) if group.tokens_per_block else 1 for group in self.shape.groups)
-
     def _start_load(self, request: Request, connector: SchedulerConnector, hit: int) -> LoadOrder:
         for group, numbers in connector.blocks_to_load(request.id, request.computed):
-            for number in numbers:
-                request.set_block(group, number, self._pool.allocate())
+            self._tables.fill(request, group, numbers)
         request.state, request.loading_to = State.LOADING, hit
         request.reports, request.load_failed = set(), False
         return connector.load(request.id, request.computed, _copied(request.tables))
@@ -263,41 +255,15 @@ class Engine:
             request.hit_tokens += request.loading_to - request.computed
             request.computed = request.loading_to
             request.state = State.RUNNING
-            self._release_unneeded(request)
+            self._tables.release_unneeded(request)
 
-    # ----------------------------------------------------------------------------------------------------------- blocks
-
-    def _take_own(self, request: Request) -> None:
-        """Begin where the engine's own prefix cache ends."""
-        longest = (len(request.tokens) - 1) // self._alignment * self._alignment
-        for computed in range(longest, 0, -self._alignment):
-            found = self._find_own(request, computed)
-            if found is not None:
-                for group, number, block in found:
-                    self._pool.share(block)
-                    request.set_block(group, number, block)
-                request.computed = request.keyed = computed
-                request.own_hit_tokens += computed
-                return
-
-    def _find_own(self, request: Request, computed: int) -> list[tuple[int, int, int]] | None:
-        """The cached blocks `(group, number, block)` that the request needs to go on after `computed` tokens."""
-        found = []
-        for group, shape in enumerate(self.shape.groups):
-            if shape.kind is GroupKind.SCRATCH:
-                continue
-            for number in range(first_needed_block(shape, computed), computed // shape.tokens_per_block):
-                block = self._pool.find(request.key(group, number))
-                if block == NULL_BLOCK:
-                    return None
-                found.append((group, number, block))
-        return found
+    # ----------------------------------------------------------------------------------------------- making room, ending
 
     def _make_room(self, request: Request, upto: int) -> bool:
         """Give the request blocks for its tokens up to `upto`, taking them from younger ones if need be."""
         while True:
             try:
-                self._extend(request, upto)
+                self._tables.extend(request, upto)
             except OutOfBlocks:
                 youngest = self._in_state(State.RUNNING)[-1]
                 self._put_back(youngest)
@@ -306,42 +272,14 @@ class Engine:
             else:
                 return True
 
-    def _extend(self, request: Request, upto: int) -> None:
-        for group, shape in enumerate(self.shape.groups):
-            last = -(-upto // shape.tokens_per_block) if shape.tokens_per_block else 1
-            for number in range(first_needed_block(shape, request.computed), last):
-                table = request.tables[group]
-                if number >= len(table) or table[number] == NULL_BLOCK:
-                    request.set_block(group, number, self._pool.allocate())
-
-    def _remember(self, request: Request) -> None:
-        """Let the own prefix cache know what has become complete."""
-        for group, shape in enumerate(self.shape.groups):
-            if shape.kind is GroupKind.SCRATCH:
-                continue
-            size = shape.tokens_per_block
-            for number in range(request.keyed // size, request.computed // size):
-                block = request.tables[group][number] if number < len(request.tables[group]) else NULL_BLOCK
-                if block != NULL_BLOCK:
-                    self._pool.remember(request.key(group, number), block)
-        request.keyed = request.computed
-
-    def _release_unneeded(self, request: Request) -> None:
-        """Let go of what no later token reads: window blocks that have been left behind, and old snapshots."""
-        for shape, table in zip(self.shape.groups, request.tables, strict=True):
-            unneeded = min(first_needed_block(shape, request.computed), len(table))
-            self._pool.release(table[:unneeded])
-            table[:unneeded] = [NULL_BLOCK] * unneeded
-
     def _put_back(self, request: Request) -> None:
         """Take all blocks from a request, which then waits to begin again: it was preempted, or its load has failed."""
-        self._pool.release(request.blocks())
-        request.clear_tables()
+        self._tables.release(request)
         request.state = State.WAITING
         self._look_up(request)
 
     def _finish(self, request: Request) -> None:
-        self._pool.release(request.blocks())
+        self._tables.release(request)
         del self._requests[request.id]
         self._outputs[request.id] = request.output()
         if self._connector:

@@ -1,4 +1,4 @@
-"""Requests of the reference engine, and which blocks of each group one needs."""
+"""Requests of the reference engine."""
 
 import enum
 from collections.abc import Iterator
@@ -9,8 +9,7 @@ import numpy as np
 from lmcache.core.keys import HASH_BYTES, ChainHash, ChainHasher, chain_root
 from lmcache.engines.reference.blocks import NULL_BLOCK, BlockKey
 from lmcache.engines.reference.pages import Floats
-from lmcache.engines.reference.shapes import GroupShape, ModelShape
-from lmcache.geometry.groups import GroupKind
+from lmcache.engines.reference.shapes import ModelShape
 
 
 @attrs.frozen
@@ -123,16 +122,3 @@ class Request:
             self.load_failures,
             self.aborted,
         )
-
-
-def first_needed_block(group: GroupShape, computed: int) -> int:
-    """The first block of the sequence that is still read, or written, once `computed` tokens are computed."""
-    match group.kind:
-        case GroupKind.FULL | GroupKind.SCRATCH:
-            return 0
-        case GroupKind.SLIDING_WINDOW:
-            return max(0, computed - group.window + 1) // group.tokens_per_block
-        case GroupKind.CHUNKED_LOCAL:
-            return computed // group.window * group.window // group.tokens_per_block
-        case GroupKind.RECURRENT:
-            return max(0, computed - 1) // group.tokens_per_block

@@ -127,12 +127,12 @@ def test_requests_that_are_preempted_for_lack_of_blocks_answer_the_same(
     shape = GEOMETRIES[name]
     prompts = [prompt(CHUNK * 2 + length, seed=length) for length in (3, 17, 40, 63)]
     with Engine(shape, seed=seed) as alone:
-        expected = alone.generate(prompts, max_tokens=60)
-    longest = CHUNK * 3 + 63
+        expected = alone.generate(prompts, max_tokens=30)
+    longest = CHUNK * 2 + 63 + 30
     blocks = 2 + sum(-(-longest // g.tokens_per_block) if g.tokens_per_block else 1 for g in shape.groups)
     with Engine(shape, server=server.address, seed=seed, blocks=blocks, step_tokens=48) as engine:
         for _ in range(2):
-            answers = engine.generate(prompts, max_tokens=60)
+            answers = engine.generate(prompts, max_tokens=30)
             assert_same(expected, answers)
             assert engine.unused_blocks == blocks - 1
             engine.drop_prefix_cache()

@@ -6,8 +6,8 @@ from reference_stand import prompt
 
 from lmcache.engines.reference.model import Model, Span
 from lmcache.engines.reference.pages import Floats, PageMemory
-from lmcache.engines.reference.requests import first_needed_block
 from lmcache.engines.reference.shapes import GEOMETRIES, ModelShape
+from lmcache.engines.reference.tables import first_needed_block
 
 TOKENS = 300
 
