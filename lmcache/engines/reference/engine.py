@@ -257,7 +257,7 @@ class Engine:
             request.state = State.RUNNING
             self._tables.release_unneeded(request)
 
-    # ----------------------------------------------------------------------------------------------- making room, ending
+    # ------------------------------------------------------------------------------------------- making room, ending
 
     def _make_room(self, request: Request, upto: int) -> bool:
         """Give the request blocks for its tokens up to `upto`, taking them from younger ones if need be."""
