@@ -86,7 +86,11 @@ class MappedArena:
         self._closing = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="lmcache-prefault", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads for this process
+            self._mapping.close()
+            raise
 
     @property
     def memory(self) -> memoryview:

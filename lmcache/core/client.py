@@ -11,7 +11,6 @@ import random
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 import attrs
@@ -25,6 +24,7 @@ __all__ = ["Client", "ClientSettings", "Engine", "Link", "Pending", "ServerAddre
 
 log = logging.getLogger("lmcache.client")
 
+_LOOK_MILLISECONDS = 200
 _STOPPED = select.POLLHUP | select.POLLERR | select.POLLRDHUP | select.POLLNVAL
 
 
@@ -80,6 +80,8 @@ class Client:
         self._closing.set()
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
+        if threading.current_thread() is self._thread:
+            return  # from `on_refused`: the thread ends when that returns
         if self._thread.is_alive():
             self._thread.join()
         self._waker.close()
@@ -101,20 +103,26 @@ class Client:
 
     def _attempt(self) -> Link | None:
         try:
-            with Control(self.address, self.settings.deadline) as control:
-                welcome = control.hello()
-            link = Link.register(welcome.socket, self.engine, self.settings.deadline)
+            link = self._register()
         except ServerUnavailable as error:
             self._failed(error)
         except ProtocolError as error:
             self._failed(error)
             self._refused(error)
+        except Exception as error:  # whatever it is, this thread goes on: nobody else would ever connect again
+            log.exception("connecting to %s failed", self.address)
+            self._failed(ServerUnavailable(f"{type(error).__name__}: {error}"))
         else:
             self.refusal = None
             self._link = link
             log.info("registered at %s, epoch %s, chunk size %d", self.address, link.epoch, link.chunk_size)
             return link
         return None
+
+    def _register(self) -> Link:
+        with Control(self.address, self.settings.deadline) as control:
+            welcome = control.hello()
+        return Link.register(welcome.socket, self.engine, self.settings.deadline)
 
     def _failed(self, error: LMCacheError) -> None:
         if str(error) != str(self._why):  # one line a cause, not one an attempt
@@ -126,23 +134,31 @@ class Client:
             return
         if self.refusal is None or str(self.refusal) != str(error):
             self.refusal = error
-            if self._on_refused:
-                self._on_refused(error)
+            try:
+                if self._on_refused:
+                    self._on_refused(error)
+            except Exception:
+                log.exception("telling that the server refused this engine failed")
 
     def _watch(self, link: Link) -> None:
         """Return when the link has ended: by end of file, by somebody giving it up, or because the client closes."""
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         with contextlib.suppress(ValueError):  # it has ended already: its descriptor is closed
-            poll.register(link.socket, select.POLLRDHUP)
+            poll.register(link.fileno(), select.POLLRDHUP)
         while link.alive and not self._closing.is_set():
             # a link given up by another thread closes its descriptor, which this wait does not see: look now and then
-            for descriptor, events in poll.poll(200):
-                if descriptor != self._woken.fileno() and events & _STOPPED:
+            for descriptor, events in poll.poll(_LOOK_MILLISECONDS):
+                if descriptor == self._woken.fileno():
+                    self._woken.recv(64)  # a forked child may write, too, and must not keep this thread awake
+                elif events & _STOPPED:
                     link.close()
+            link.tend()
         link.close()
         self._link = None
         if not self._closing.is_set():
-            self._why = ServerUnavailable("the link has ended")
-            log.warning("the link to the lmcache server at %s has ended; registering again", self.address)
-            time.sleep(self.settings.retry_min)
+            self._why = ServerUnavailable(f"the link has ended: {link.why}")
+            log.warning(
+                "the link to the lmcache server at %s has ended (%s); registering again", self.address, link.why
+            )
+            self._closing.wait(self.settings.retry_min)

@@ -76,7 +76,11 @@ class Control:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, ":" in address.host)
-        self._socket.connect(address.endpoint)
+        try:
+            self._socket.connect(address.endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"{address} is no address: {error.strerror}", remedy="write HOST:PORT") from error
 
     def hello(self) -> Welcome:
         """Who answers there, and where its Unix socket is. Raises ServerUnavailable, VersionMismatch, ProtocolError."""
@@ -114,7 +118,8 @@ class Control:
         until = time.monotonic() + self.deadline
         while (remaining := until - time.monotonic()) > 0 and self._socket.poll(int(remaining * 1000) + 1):
             reply = self._read(self._socket.recv_multipart()[-1])
-            if reply.id == request.id:
+            # id 0: the server could not even read the request
+            if reply.id == request.id or (reply.id == 0 and isinstance(reply, Error)):
                 return _expect(reply, kind)
         self._check_listening()
         raise DeadlineExceeded(
