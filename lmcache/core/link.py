@@ -107,7 +107,7 @@ class Link:
             sock.close()
             raise LinkLost(
                 f"the server's Unix socket {address} cannot be reached: {error}",
-                remedy="run the engine on the server's host and in its network namespace, or share a --socket-dir",
+                remedy="run the engine on the server's host and in its network namespace",
             ) from error
         link = cls(sock, deadline)
         try:

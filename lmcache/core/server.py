@@ -189,7 +189,7 @@ class Server:
         raise Refused(
             f"{type(request).__name__} is for the Unix socket",
             code=ErrorCode.UNREGISTERED,
-            remedy="engines must run on the server's host and share its network namespace, or --socket-dir",
+            remedy="engines must run on the server's host and share its network namespace",
         )
 
     def _report(self) -> dict[str, Any]:
