@@ -121,8 +121,9 @@ class ServerProcess:
             self._process = subprocess.Popen([*command, *(flags or self.flags)], stdout=stream, stderr=stream)
         for _ in range(200):
             with contextlib.suppress(ServerUnavailable), self.control(0.2) as control:
-                control.ping()
-                return
+                # until then it answers, and has no room for anything
+                if control.status()["gauges"]["cells_backed"]:
+                    return
             assert self._process.poll() is None, self._log.read_text()
             time.sleep(0.05)
         pytest.fail(f"the server does not answer:\n{self._log.read_text()}")

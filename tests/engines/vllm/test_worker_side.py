@@ -37,18 +37,20 @@ class Rank:
 class Host:
     """An engine of some ranks; its requests are lists of tokens with block tables that the test chooses."""
 
-    def __init__(self, port: int, ranks: int = 1, shards: int = 1, deadline: float = 1.0) -> None:
+    def __init__(self, port: int, ranks: int = 1, shards: int = 1) -> None:
         self.geometry = Geometry((KVGroup(GroupKind.FULL, BLOCK, (PAGE, PAGE), shards=shards),), ranks)
         self._port = port
-        self._deadline = deadline
-        self.clients = [self._client(Role.WORKER, rank) for rank in range(ranks)]
-        self.ranks = [Rank(client, self.geometry, rank) for rank, client in enumerate(self.clients)]
-        self.scheduler = SchedulerSide(self._client(Role.SCHEDULER, 0), self.geometry)
+        workers = [self._client(Role.WORKER, rank) for rank in range(ranks)]
+        self.ranks = [Rank(client, self.geometry, rank) for rank, client in enumerate(workers)]
+        scheduler = self._client(Role.SCHEDULER, 0)
+        self.scheduler = SchedulerSide(scheduler, self.geometry)
+        self.clients = [*workers, scheduler]
+        self.await_links()
 
     def _client(self, role: Role, rank: int) -> Client:
         engine = Engine({"engine": "test"}, self.geometry, role, rank)
-        client = Client(ServerAddress(port=self._port), engine, ClientSettings(self._deadline, retry_max=0.1))
-        client.start(5.0)
+        client = Client(ServerAddress(port=self._port), engine, ClientSettings(deadline=5.0, retry_max=0.1))
+        client.start()
         return client
 
     def request(self, name: str, tokens: list[int]) -> SimpleNamespace:
@@ -109,12 +111,16 @@ class Host:
         for rank in self.ranks:
             rank.side.outcomes([request.request_id])
 
-    def await_link(self, epoch: str) -> None:
-        """Return when every client has left the server of that epoch and found another."""
-        end = time.monotonic() + 10
+    @property
+    def epoch(self) -> str:
+        return self.clients[0].link().epoch
+
+    def await_links(self, other_than: str = "") -> None:
+        """Return when every client has found a server whose epoch is another than this one."""
+        end = time.monotonic() + 20
         while time.monotonic() < end:
             try:
-                if all(client.link().epoch != epoch for client in self.clients):
+                if all(client.link().epoch != other_than for client in self.clients):
                     return
             except ConnectionError:
                 pass
@@ -233,11 +239,11 @@ def test_a_request_that_runs_while_the_server_is_restarted_is_stored_whole(host:
     request = host.request("a", TOKENS)
     host.scheduler.arrived(request)
     host.prefill(request, blocks, CHUNK + 1)
-    epoch = host.clients[0].link().epoch
+    epoch = host.epoch
     server.kill()
     host.prefill(request, blocks, CHUNK)
     server.start()
-    host.await_link(epoch)
+    host.await_links(epoch)
     while not server.settle()["gauges"]["nodes"]:
         # a step with nothing new for the cache, in which scheduler and worker find the new server
         host.prefill(request, blocks, 0)
@@ -251,15 +257,30 @@ def test_a_request_that_runs_while_the_server_is_restarted_is_stored_whole(host:
     server.quiet()
 
 
+def test_a_worker_that_finds_a_new_server_offers_what_the_old_one_had_before_what_is_new(
+    host: Host, server: ServerProcess
+) -> None:
+    host.ranks[0].fill([0, 1, 2, 3], seed=6)
+    namespace, epoch = host.clients[0].link().namespace, host.epoch
+    hashes = bytes(range(32))
+    host.ranks[0].side.store([StoreOrder("a", "", 0, hashes[:16], ([0, 1],))], namespace)
+    server.kill()
+    server.start()
+    host.await_links(epoch)
+    # the scheduler made this order before it knew
+    host.ranks[0].side.store([StoreOrder("a", "", 1, hashes[16:], ([2, 3],))], namespace)
+    assert server.settle()["gauges"]["nodes"] == 2
+
+
 def test_a_ticket_of_an_earlier_server_is_not_loaded(host: Host, server: ServerProcess) -> None:
     host.store("a", TOKENS, [0, 1, 2, 3, 4, 5])
     again = host.request("b", TOKENS)
     host.scheduler.arrived(again)
     assert host.matched(again) == 3 * CHUNK
-    epoch = host.clients[0].link().epoch
+    epoch = host.epoch
     server.kill()
     server.start()
-    host.await_link(epoch)
+    host.await_links(epoch)
     assert host.load(again, [10, 11, 12, 13, 14, 15], 0, 3 * CHUNK) == {"b"}
     server.quiet()
 
@@ -306,7 +327,7 @@ def test_a_store_that_finds_the_link_broken_says_nothing_and_loses_nothing(
     monkeypatch.setattr(Link, "commit", lose)
     host.store("a", TOKENS, [0, 1, 2, 3, 4, 5])
     monkeypatch.undo()
-    host.await_link("")
+    host.await_links()
     while server.settle()["gauges"]["reservations"]:
         time.sleep(0.01)
     assert server.quiet()["gauges"]["nodes"] == 0
