@@ -630,7 +630,7 @@ def test_nobody_at_the_address_is_said_with_the_cure() -> None:
     assert "the server's Unix socket @lmcache-nobody-here cannot be reached: [Errno 111] Connection refused" in str(
         error.value
     )
-    assert "share a --socket-dir" in str(error.value)
+    assert "in its network namespace" in str(error.value)
 
 
 # -------------------------------------------------------------------------------------------------------------- forking
