@@ -72,7 +72,7 @@ class Client:
         """The link that works. Raises ServerUnavailable, at once, while there is none."""
         link = self._link
         if link is None or not link.alive:
-            raise ServerUnavailable(f"no link to the lmcache server at {self.address}: {self._why}")
+            raise ServerUnavailable(f"there is no link to a server: {self._why}")
         return link
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Client:
 
     def _failed(self, error: LMCacheError) -> None:
         if str(error) != str(self._why):  # one line a cause, not one an attempt
-            log.warning("goes on without the cache: %s", error)
+            log.warning("lmcache (%s) is not used until it is there: %s", self.engine.role.value, error)
         self._why = error
 
     def _refused(self, error: ProtocolError) -> None:

@@ -47,8 +47,10 @@ class Connection:
         self._unsent = bytearray()
 
     def __str__(self) -> str:
-        namespace = self.namespace.digest.hex() if self.namespace else "none"
-        return f"{self.role.value} {self.rank} (pid {self.pid}, namespace {namespace})"
+        if self.namespace is None:
+            return f"a client (pid {self.pid}) that has not registered"
+        model = self.namespace.facts.get("model", "a model without a name")
+        return f"{self.role.value} {self.rank} of {model} (pid {self.pid}, namespace {self.namespace.digest.hex()})"
 
     @property
     def trusted(self) -> bool:

@@ -110,6 +110,11 @@ class Server:
         """Serve until `stop`, then drain and close everything. Call once, from any one thread."""
         collecting = gc.isenabled()
         gc.disable()  # a full collection takes 0.3 s at a million chunks, and the index makes no cycles that it leaves
+        log.info(
+            "lmcache %s (pid %d, epoch %s) serves %s and %s; policy %s, L1 %d cells of %d KiB",
+            *(__version__, os.getpid(), self.epoch, self.address, self.socket_address),
+            *(self.service.cache.policy.name, self.config.cells, self.config.cell_bytes >> 10),
+        )
         try:
             self.service.keep_ahead()
             while not self._finished():
@@ -118,6 +123,7 @@ class Server:
                 self._retry_parked()
                 self._drain_router()
         finally:
+            log.info("stopping, with %d stores in flight", len(self.service.cache.reservations))
             self.close()
             if collecting:
                 gc.enable()

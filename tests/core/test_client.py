@@ -133,7 +133,7 @@ def read(link: Link, ticket: int) -> list[set[int]]:
 
 def test_without_a_server_the_engine_is_told_at_once_and_joins_when_one_comes(server, connect):
     client = connect()
-    with pytest.raises(ServerUnavailable, match=r"no link to the lmcache server at 127\.0\.0\.1"):
+    with pytest.raises(ServerUnavailable, match=r"there is no link to a server: no lmcache server at 127\.0\.0\.1"):
         client.link()
     server.start()
     eventually(lambda: linked(client))
