@@ -1,5 +1,7 @@
 """`lmcache bench`: what the cache costs here, beside what the machine can do."""
 
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -33,6 +35,8 @@ def bench(engine: str | None, quick: bool, as_json: bool) -> None:
     from lmcache.bench.machine import this_machine
     from lmcache.bench.report import as_dict, as_text
 
+    # the servers that are measured end with this process, however it is ended
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     machine = this_machine()
     with _progress() as step:
         figures = suite.measure_engine(engine, quick, step) if engine else suite.measure(quick, step)
