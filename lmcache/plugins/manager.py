@@ -191,11 +191,7 @@ def _select(names: Sequence[str]) -> list[Source]:
     known = built_in() + announced()
     blocked = {name.removeprefix(BLOCK) for name in names if name.startswith(BLOCK)}
     for name in sorted(blocked - {source.name for source in known}):
-        all_names = [source.name for source in known]
-        raise PluginError(
-            f"--plugin {BLOCK}{name} leaves out a plugin that does not exist",
-            remedy=f"{suggestion(name, all_names)}known are {', '.join(all_names)}",
-        )
+        raise _nothing_to_leave_out(name, known)
     selected = [source for source in known if source.name not in blocked]
     for name in names:
         if name.startswith(BLOCK):
@@ -206,6 +202,16 @@ def _select(names: Sequence[str]) -> list[Source]:
             if source not in selected:
                 selected.append(source)
     return selected
+
+
+def _nothing_to_leave_out(name: str, known: Sequence[Source]) -> PluginError:
+    own = [source.name for source in known if source.origin is Origin.BUILT_IN]
+    found = [source.name for source in known if source.origin is not Origin.BUILT_IN]
+    return PluginError(
+        f"--plugin {BLOCK}{name} leaves out a plugin that does not exist",
+        remedy=f"{suggestion(name, own + found)}What can be left out: of lmcache itself {', '.join(own)}; of installed "
+        f"distributions {', '.join(found) or 'nothing, for none announces a plugin'}",
+    )
 
 
 def _cause(error: BaseException) -> str:

@@ -39,8 +39,13 @@ class Offers(Generic[C]):
         offer = self._offers.get(name.casefold())
         if offer is None:
             names = [offer.name for offer in self._offers.values()]
+            if not names:
+                raise PluginError(
+                    f"no plugin offers the {self._what} {name!r}, nor any other",
+                    remedy="add a plugin that does with --plugin, or leave out fewer with --plugin no:NAME",
+                )
             raise PluginError(
-                f"no plugin offers the {self._what} {name!r}; known: {', '.join(sorted(names)) or 'none'}",
+                f"no plugin offers the {self._what} {name!r}; known: {', '.join(sorted(names))}",
                 remedy=f"{suggestion(name, names)}use a known one, or add the plugin that offers it with --plugin",
             )
         return offer.value

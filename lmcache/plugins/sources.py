@@ -89,7 +89,8 @@ def announced() -> list[Source]:
 def chosen(name: str, known: Iterable[Source]) -> list[Source]:
     """What `--plugin name` stands for; PluginError where it stands for nothing.
 
-    That is a path of a .py file, else a plugin in `known` by its own or its distribution's name, else a dotted module.
+    That is a path of a .py file, else a plugin in `known` by its own or its distribution's name, else a dotted module:
+    one that Python finds, else one in the current folder, which then stays on `sys.path` for what the module imports.
     Imports nothing but the parent packages of such a module.
     """
     if name.endswith(".py") or "/" in name:
@@ -97,7 +98,7 @@ def chosen(name: str, known: Iterable[Source]) -> list[Source]:
     matches = [s for s in known if name == s.name or (s.distribution and _normal(name) == _normal(s.distribution))]
     if matches:
         return matches
-    if _is_module(name):
+    if _is_module(name) or _is_module_here(name):
         return [_module(name, Origin.OPTION)]
     raise _unknown(name, known)
 
@@ -129,6 +130,19 @@ def _is_module(name: str) -> bool:
         return not name.startswith(f"{error.name}.") and error.name != name
     except (Exception, SystemExit):  # noqa: BLE001 - raised by the parent package: loading raises it again, in words
         return True
+
+
+def _is_module_here(name: str) -> bool:
+    """Whether a dotted name can be found in the current folder: `python -m` has it on its path, a console script not."""
+    here = str(Path.cwd())
+    if here in sys.path:
+        return False
+    sys.path.append(here)  # at the end: nothing in it hides what is installed
+    importlib.invalidate_caches()
+    if _is_module(name):
+        return True
+    sys.path.remove(here)
+    return False
 
 
 def _file(name: str) -> Source:
@@ -164,7 +178,7 @@ def _unknown(name: str, known: Iterable[Source]) -> PluginError:
         names = sorted({each for s in known for each in (s.name, s.distribution) if each})
         return PluginError(
             f"--plugin {name} is no importable module, no installed distribution with lmcache plugins and no .py file",
-            remedy=f"{suggestion(name, names)}install it, put its folder on PYTHONPATH, or give the path of a .py file",
+            remedy=f"{suggestion(name, names)}install it, go to the folder that holds it, or give the path of a .py file",
         )
     return PluginError(
         f"--plugin {name}: the distribution is installed, but announces nothing in the entry-point group {PROJECT!r}",

@@ -52,6 +52,27 @@ def test_a_dotted_module_is_a_plugin(shelf):
     assert described(manager)["shop.policies.mru"].origin == "--plugin"
 
 
+def test_a_dotted_module_in_the_current_folder_is_a_plugin_and_so_is_what_it_imports(shelf, tmp_path, monkeypatch):
+    shelf.policy("here_package.base_policy", "here")
+    (tmp_path / "here_package" / "my_policy.py").write_text("from here_package.base_policy import *\n")
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    assert PluginManager(["here_package.my_policy"]).find_policy("here").__module__ == "here_package.base_policy"
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_the_current_folder_hides_nothing_that_is_installed_and_is_left_alone_when_it_has_nothing(
+    shelf, tmp_path, monkeypatch
+):
+    shelf.policy("lmcache", "not this")
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert PluginManager(["lmcache.plugins.eviction.lru"]).policies() == ("LRU",)
+    assert refusal(["nobody.there"]).startswith("--plugin nobody.there is no importable module")
+    assert sys.path == before
+
+
 def test_a_python_file_is_a_plugin_wherever_it_lies(shelf, tmp_path):
     path = shelf.policy("folder.queue", "from-file")  # named like a module of the standard library
     manager = PluginManager([str(path)])
@@ -125,7 +146,23 @@ def test_an_entry_point_can_be_left_out_and_is_not_imported_then(shelf):
 def test_leaving_out_what_does_not_exist_lists_what_does():
     assert refusal(["no:lmcache.plugins.eviction.lfu"]) == (
         "--plugin no:lmcache.plugins.eviction.lfu leaves out a plugin that does not exist; did you mean "
-        f"'lmcache.plugins.eviction.lru'? known are {', '.join(BUILT_IN)}"
+        f"'lmcache.plugins.eviction.lru'? What can be left out: of lmcache itself {', '.join(BUILT_IN)}; of installed "
+        "distributions nothing, for none announces a plugin"
+    )
+
+
+def test_what_can_be_left_out_counts_the_plugins_of_installed_distributions(shelf):
+    shelf.policy("fridge_plugin", "fridge")
+    shelf.distribution("lmcache-fridge", cool="fridge_plugin")
+    assert refusal(["no:warm"]).endswith("; of installed distributions cool")
+
+
+def test_without_any_policy_left_nobody_is_told_to_use_a_known_one():
+    with pytest.raises(PluginError) as unknown:
+        PluginManager(["no:lmcache.plugins.eviction.lru"]).find_policy("LRU")
+    assert str(unknown.value) == (
+        "no plugin offers the eviction policy 'LRU', nor any other; add a plugin that does with --plugin, or leave out "
+        "fewer with --plugin no:NAME"
     )
 
 
@@ -141,8 +178,8 @@ def test_a_plugin_cannot_be_named_and_left_out(shelf):
 def test_an_unknown_name_says_what_a_name_may_be():
     assert refusal(["lmcache.plugins.eviction.lro"]) == (
         "--plugin lmcache.plugins.eviction.lro is no importable module, no installed distribution with lmcache plugins "
-        "and no .py file; did you mean 'lmcache.plugins.eviction.lru'? install it, put its folder on PYTHONPATH, or "
-        "give the path of a .py file"
+        "and no .py file; did you mean 'lmcache.plugins.eviction.lru'? install it, go to the folder that holds it, "
+        "or give the path of a .py file"
     )
     assert refusal(["nobody.there"]).startswith("--plugin nobody.there is no importable module")
 
