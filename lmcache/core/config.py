@@ -11,6 +11,9 @@ from lmcache.errors import ConfigError, MemoryLimitError
 GIB = 1 << 30
 KIB = 1 << 10
 
+MOST_WORKERS = 256
+"""I/O threads; more would only wait for one another."""
+
 
 def _check_port(_: object, _attribute: "attrs.Attribute[int]", value: int) -> None:
     if not 0 <= value <= 65535:
@@ -44,7 +47,7 @@ class ServerConfig:
     cell_bytes: int = 1 << 20
     """Size of a cell."""
     max_workers: int = 2
-    """I/O threads: they put memory behind the arena."""
+    """I/O threads at most, made as they are needed: they put memory behind the arena."""
     socket_dir: str | None = None
     """Folder for the Unix socket; None uses the abstract namespace, which leaves no file."""
 
@@ -55,6 +58,11 @@ class ServerConfig:
             )
         if self.max_workers < 1:
             raise ConfigError(f"--max-workers {self.max_workers} is not positive", remedy="use at least 1")
+        if self.max_workers > MOST_WORKERS:
+            raise ConfigError(
+                f"--max-workers {self.max_workers} is more than {MOST_WORKERS} threads, and a few keep up with any engine",
+                remedy="use 2, or as many as there are engines that store at once",
+            )
         if self.cell_bytes < mmap.PAGESIZE or self.cell_bytes % mmap.PAGESIZE:
             raise ConfigError(
                 f"--l1-cell-kb {self.cell_bytes / KIB:g} is not a multiple of the host's memory page, "
@@ -83,7 +91,7 @@ class ServerConfig:
         if self.l1_bytes > total.bytes:
             raise MemoryLimitError(
                 f"--l1-size-gb {self.l1_bytes / GIB:g} is more than {total.source}, {_gigabytes(total.bytes)} GB",
-                remedy=f"use at most {_gigabytes(total.bytes * 4 // 5)}, or give it more memory",
+                remedy=f"use at most {_gigabytes(total.bytes * 4 // 5)}, or give the host (container) more memory",
             )
 
 

@@ -117,7 +117,7 @@ USAGE = [
         ["server", "--plugin", "no_such_plugin"],
         (
             "lmcache: --plugin no_such_plugin is no importable module, no installed distribution with lmcache plugins "
-            "and no .py file; install it, put its folder on PYTHONPATH, or give the path of a .py file"
+            "and no .py file; install it, go to the folder that holds it, or give the path of a .py file"
         ),
     ),
     (
@@ -143,7 +143,7 @@ def test_more_memory_than_there_is_names_both_figures_and_a_size_that_fits(lmcac
     gib = total.bytes / 2**30
     assert done.stderr == (
         f"lmcache: --l1-size-gb 100000 is more than {total.source}, {gib:.1f} GB; use at most {gib * 0.8:.1f}, or "
-        "give it more memory\n"
+        "give the host (container) more memory\n"
     )
     assert (done.returncode, done.stdout) == (1, "")
 

@@ -24,6 +24,11 @@ NO_PAGES = (
         ({"chunk_size": 0}, "--chunk-size 0 is not positive; give a number of tokens, like 256"),
         ({"chunk_size": -256}, "--chunk-size -256 is not positive; give a number of tokens, like 256"),
         ({"max_workers": 0}, "--max-workers 0 is not positive; use at least 1"),
+        (
+            {"max_workers": 257},
+            "--max-workers 257 is more than 256 threads, and a few keep up with any engine; use 2, or as many as there "
+            "are engines that store at once",
+        ),
         ({"cell_bytes": 100 * KIB + 1}, f"--l1-cell-kb 100.001 {NO_PAGES}"),
         ({"cell_bytes": 0}, f"--l1-cell-kb 0 {NO_PAGES}"),
         ({"cell_bytes": -mmap.PAGESIZE}, f"--l1-cell-kb {-mmap.PAGESIZE // KIB} {NO_PAGES}"),
@@ -59,6 +64,10 @@ def test_every_loopback_address_is_fine(host: str) -> None:
     assert ServerConfig(host=host).host == host
 
 
+def test_as_many_workers_as_are_allowed_are_taken() -> None:
+    assert ServerConfig(max_workers=256).max_workers == 256
+
+
 def test_the_arena_is_whole_cells() -> None:
     made = ServerConfig(l1_bytes=10 * KIB, cell_bytes=4 * KIB)
 
@@ -72,7 +81,8 @@ def test_more_memory_than_there_could_ever_be_is_refused_with_both_figures(monke
     with pytest.raises(MemoryLimitError) as error:
         ServerConfig(l1_bytes=100 * GIB).check_memory()
     assert str(error.value) == (
-        "--l1-size-gb 100 is more than the container's limit (/box), 2.0 GB; use at most 1.6, or give it more memory"
+        "--l1-size-gb 100 is more than the container's limit (/box), 2.0 GB; use at most 1.6, or give "
+        "the host (container) more memory"
     )
 
 

@@ -209,7 +209,8 @@ def test_the_size_that_is_written_is_taken_or_refused_with_what_to_ask_for(size,
     refused = _run(["lmcache", "server", "--port", "0", "--l1-size-gb", size])
     assert refused.returncode == 1
     assert re.fullmatch(
-        rf"lmcache: --l1-size-gb {size} is more than the .*, [\d.]+ GB; use at most [\d.]+, or give it more memory\n",
+        rf"lmcache: --l1-size-gb {size} is more than the .*, [\d.]+ GB; use at most [\d.]+, or "
+        r"give the host \(container\) more memory\n",
         refused.stderr,
     )
 
