@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import click
 
 from lmcache import __version__
-from lmcache.cli.options import nearest
+from lmcache.cli.options import WholeNumber, nearest
 from lmcache.errors import ConfigError, LMCacheError, PluginError
 
 COMMANDS: Mapping[str, str] = {
@@ -149,8 +149,21 @@ def _usage(error: click.ClickException, command: str) -> str:
         parameters = ctx.command.get_params(ctx) if ctx else []
         known = [name for parameter in parameters for name in parameter.opts]
         return f"`{command}` has no option {error.option_name}; {nearest(error.option_name, known) or remedy}"
+    if isinstance(error, click.BadOptionUsage) and "requires an argument" in error.message:
+        return f"{error.option_name} needs a value; {_allowed(command, error.option_name) or remedy}"
     if isinstance(error, click.BadParameter) and error.param and error.message:
         text = f"{error.param.opts[0]}: {error.message}"
     else:
         text = error.format_message()
     return text if ";" in text else f"{text.rstrip('.')}; {remedy}"
+
+
+def _allowed(command: str, option: str) -> str:
+    """What may be written after an option that counts something; empty for others."""
+    # click raises this error before it tells anybody the context
+    name = command.rpartition(" ")[2]
+    found = cli.get_command(click.Context(cli), name) if name in COMMANDS else None
+    for parameter in found.params if found else ():
+        if option in parameter.opts and isinstance(parameter.type, WholeNumber):
+            return parameter.type.allowed
+    return ""

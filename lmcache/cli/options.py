@@ -12,6 +12,50 @@ F = TypeVar("F", bound=Callable[..., Any])
 GIB = 1 << 30
 
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size_text(size: int) -> str:
+    """A number of bytes for people: in the largest unit that it fills, with one decimal."""
+    unit = max(0, size.bit_length() - 1) // 10
+    unit = min(unit, len(_UNITS) - 1)
+    return f"{size / (1 << 10 * unit):.{min(unit, 1)}f} {_UNITS[unit]}"
+
+
+def chunk_size_text(chunk_size: int | None) -> str:
+    """A server's chunk size for people; without one, how each engine gets its own."""
+    return f"{chunk_size} tokens" if chunk_size else "256 tokens or what each engine needs"
+
+
+def address_text(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class WholeNumber(click.ParamType):  # type: ignore[type-arg]  # generic only in recent click
+    """A whole number; whoever writes something else, or nothing, reads what is `allowed`.
+
+    Without bounds, its value is checked by what it is a setting of.
+    """
+
+    name = "integer"
+
+    def __init__(self, allowed: str, low: int | None = None, high: int | None = None) -> None:
+        self.allowed = allowed
+        self._low = low
+        self._high = high
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """`value`, of a command line or a default, as a number."""
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number; {self.allowed}", param, ctx)
+        if (self._low is not None and number < self._low) or (self._high is not None and number > self._high):
+            self.fail(f"{number} is out of range; {self.allowed}", param, ctx)
+        return number
+
+
 def gigabytes(text: str) -> int:
     """Bytes of a positive number of GB, written `0.5` or `100`; anything else fails with what to write instead."""
     try:
@@ -37,7 +81,11 @@ def server_address(function: F) -> F:
     """`--host` and `--port` of a server to talk to."""
     for option in (
         click.option(
-            "--port", type=click.IntRange(1, 65535), default=5555, show_default=True, help="Port of the server."
+            "--port",
+            type=WholeNumber("use 1 to 65535", 1, 65535),
+            default=5555,
+            show_default=True,
+            help="Port of the server.",
         ),
         click.option("--host", default="127.0.0.1", show_default=True, help="Host of the server."),
     ):

@@ -2,7 +2,7 @@
 
 import click
 
-from lmcache.cli.options import as_json, server_address
+from lmcache.cli.options import address_text, as_json, server_address
 
 
 @click.command(short_help="Ask a server whether it answers, and how fast.")
@@ -10,16 +10,15 @@ from lmcache.cli.options import as_json, server_address
 @as_json
 def ping(host: str, port: int, as_json: bool) -> None:
     """Ask a server who it is and how long a round trip takes. Exit code 1 if none answers."""
-    from lmcache.core.control import Control, ServerAddress
+    from lmcache.cli.conversation import conversation
 
-    address = ServerAddress(host, port)
-    with Control(address) as control:
-        welcome = control.hello()
+    address = address_text(host, port)
+    with conversation(host, port) as (control, welcome):
         seconds = control.ping()
     if as_json:
         import json
 
-        figures = {"address": str(address), "version": welcome.version, "protocol": welcome.protocol}
+        figures = {"address": address, "version": welcome.version, "protocol": welcome.protocol}
         click.echo(json.dumps({**figures, "epoch": welcome.epoch, "seconds": seconds}))
         return
     click.echo(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lmcache.cli.options import GIB, gigabytes, plugin_names
+from lmcache.cli.options import WholeNumber, address_text, chunk_size_text, gigabytes, plugin_names, size_text
 
 if TYPE_CHECKING:
     from lmcache.core.config import ServerConfig
@@ -17,10 +17,16 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Run the cache server.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; loopback only.")
-@click.option("--port", type=int, default=5555, show_default=True, help="TCP port to listen on; 0 takes any free one.")
+@click.option(
+    "--port",
+    type=WholeNumber("use 1 to 65535, or 0 for any free one"),
+    default=5555,
+    show_default=True,
+    help="TCP port to listen on; 0 takes any free one.",
+)
 @click.option(
     "--chunk-size",
-    type=int,
+    type=WholeNumber("give a number of tokens, like 256"),
     metavar="TOKENS",
     help="Tokens that are cached as one unit, a multiple of every KV group's tokens per block. Strict: an engine that "
     "it does not fit is refused. Without the flag each engine gets 256, rounded up to what its geometry allows.",
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
 @click.option(
     "--l1-cell-kb",
     "cell_kib",
-    type=int,
+    type=WholeNumber("use 1024 unless every object is much smaller"),
     default=1024,
     show_default=True,
     metavar="KB",
@@ -52,11 +58,12 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--max-workers",
-    type=int,
+    type=WholeNumber("use 1 to 256"),
     default=2,
     show_default=True,
     metavar="N",
-    help="I/O threads: they put memory behind L1 before it is used. Engines do their copying themselves.",
+    help="I/O threads at most, 1 to 256, made as they are needed: they put memory behind L1 before it is used. Engines "
+    "do their copying themselves.",
 )
 @click.option(
     "--separate-object-groups",
@@ -124,7 +131,7 @@ def _serve(config: "ServerConfig", eviction_policy: str, names: tuple[str, ...])
 
 
 def _run(running: "Server", plugins: "PluginManager") -> None:
-    plugins.server_started(running.address)
+    plugins.server_started(address_text(running.config.host, running.port))
     try:
         running.run()
     finally:
@@ -148,8 +155,8 @@ def _stop_on_signals(running: "Server") -> None:
 
 def _ready_line(running: "Server", policy: str) -> str:
     config = running.config
-    chunk = f"{config.chunk_size} tokens" if config.chunk_size else "256 tokens or what an engine needs"
+    address = address_text(config.host, running.port)
     return (
-        f"lmcache server ready on {running.address}: L1 {config.arena_bytes / GIB:.4g} GB in {config.cells} cells, "
-        f"policy {policy}, chunk size {chunk}, epoch {running.epoch}"
+        f"lmcache server ready on {address}: L1 {size_text(config.arena_bytes)} in {config.cells} cells, "
+        f"policy {policy}, chunk size {chunk_size_text(config.chunk_size)}, epoch {running.epoch}"
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lmcache.cli.options import GIB, as_json, server_address
+from lmcache.cli.options import as_json, chunk_size_text, server_address, size_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,10 +20,9 @@ _WIDTH_OF_A_PIPE = 160
 @as_json
 def status(host: str, port: int, as_json: bool) -> None:
     """Show what a server holds, which engines are connected, and what it has done since it started."""
-    from lmcache.core.control import Control, ServerAddress
+    from lmcache.cli.conversation import conversation
 
-    with Control(ServerAddress(host, port)) as control:
-        control.hello()
+    with conversation(host, port) as (control, _):
         report = control.status()
     if as_json:
         import json
@@ -33,25 +32,27 @@ def status(host: str, port: int, as_json: bool) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
-    for line in _summary(report):
-        console.print(line, markup=False)
-    for table in (_engines(report), _gauges(report), _counters(report)):
-        console.print()
-        console.print(table)
+    with console.capture() as shown:
+        for line in _summary(report):
+            console.print(line, markup=False)
+        for table in (_engines(report), _gauges(report), _counters(report)):
+            console.print()
+            console.print(table)
+    for line in shown.get().splitlines():
+        click.echo(line.rstrip())  # rich fills the last column with blanks
 
 
 def _summary(report: Mapping[str, Any]) -> Iterable[str]:
     gauges, counters = report["gauges"], report["counters"]
-    chunk = f"{report['chunk_size']} tokens" if report["chunk_size"] else "as each engine needs"
-    cell_gib = report["cell_bytes"] / GIB
+    cell_bytes = report["cell_bytes"]
     yield (
         f"lmcache {report['version']} at {report['address']}, pid {report['pid']}, up {report['uptime_s']:.0f} s, "
         f"epoch {report['epoch']}"
     )
     yield (
-        f"L1: {gauges['cells_used'] * cell_gib:.2f} of {report['l1_bytes'] / GIB:.2f} GB used, "
-        f"{gauges['cells_backed'] * cell_gib:.2f} GB taken from the host; "
-        f"policy {report['eviction_policy']}, chunk size {chunk}"
+        f"L1: {size_text(gauges['cells_used'] * cell_bytes)} of {size_text(report['l1_bytes'])} used, "
+        f"{size_text(gauges['cells_backed'] * cell_bytes)} taken from the host; "
+        f"policy {report['eviction_policy']}, chunk size {chunk_size_text(report['chunk_size'])}"
     )
     asked, hit = counters["tokens_asked"], counters["tokens_hit"]
     yield f"hits: {hit} of {asked} tokens asked for" + (f" ({hit / asked:.1%})" if asked else "")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import click
 
-from lmcache.cli.options import server_address
+from lmcache.cli.options import address_text, server_address
 
 
 @click.command(short_help="Wait until no store is in flight on a server.")
@@ -20,13 +20,11 @@ from lmcache.cli.options import server_address
 )
 def wait_idle(host: str, port: int, timeout: float) -> None:
     """Wait until no store is in flight. For scripts that drop an engine's cache, or stop it, and then expect hits."""
-    from lmcache.core.control import Control, ServerAddress
+    from lmcache.cli.conversation import conversation
 
-    address = ServerAddress(host, port)
-    with Control(address) as control:
-        control.hello()
+    with conversation(host, port) as (control, _):
         control.wait_idle(timeout, _progress())
-    click.echo(f"no store is in flight at {address}")
+    click.echo(f"no store is in flight at {address_text(host, port)}")
 
 
 def _progress() -> Callable[[int], None] | None:

@@ -13,7 +13,7 @@ import pytest
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
-READY = re.compile(r"lmcache server ready on 127\.0\.0\.1:(\d+): .*, epoch ([0-9a-f]{16})\n")
+READY = re.compile(r"lmcache server ready on (?:127\.0\.0\.1|\[::1\]):(\d+): .*, epoch ([0-9a-f]{16})\n")
 
 
 def environment(**more: str) -> dict[str, str]:

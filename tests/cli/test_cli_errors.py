@@ -47,7 +47,30 @@ USAGE = [
     ),
     (
         ["server", "--l1-size-gb"],
-        "lmcache: Option '--l1-size-gb' requires an argument; see `lmcache server --help`",
+        "lmcache: --l1-size-gb needs a value; see `lmcache server --help`",
+    ),
+    (
+        ["server", "--chunk-size"],
+        "lmcache: --chunk-size needs a value; give a number of tokens, like 256",
+    ),
+    (
+        ["server", "--port", "abc"],
+        "lmcache: --port: 'abc' is not a whole number; use 1 to 65535, or 0 for any free one",
+    ),
+    (
+        ["status", "--port", "abc"],
+        "lmcache: --port: 'abc' is not a whole number; use 1 to 65535",
+    ),
+    (
+        ["ping", "--port", "0"],
+        "lmcache: --port: 0 is out of range; use 1 to 65535",
+    ),
+    (
+        ["server", "--max-workers", "100000"],
+        (
+            "lmcache: --max-workers 100000 is more than 256 threads, and a few keep up with any engine; use 2, or as "
+            "many as there are engines that store at once"
+        ),
     ),
     (
         ["server", "--l1-size-gb", "10GB"],
@@ -89,7 +112,7 @@ USAGE = [
     ),
     (
         ["server", "--chunk-size", "many"],
-        "lmcache: --chunk-size: 'many' is not a valid integer; see `lmcache server --help`",
+        "lmcache: --chunk-size: 'many' is not a whole number; give a number of tokens, like 256",
     ),
     (
         ["server", "--max-workers", "0"],
@@ -170,6 +193,18 @@ def test_nothing_listening_is_said_at_once(lmcache, command: str) -> None:
         f"lmcache: no lmcache server at 127.0.0.1:{port}: Connection refused; start one with `lmcache server --port "
         f"{port}`, or give --host and --port of one\n"
     )
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("command", ["ping", "status", "wait-idle"])
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
+def test_a_host_elsewhere_is_no_place_for_a_server(lmcache, host: str, command: str) -> None:
+    done = lmcache(command, "--host", host)
+
+    fact, _, remedy = done.stderr.rpartition(f" at {host}:5555: ")[2].partition("; ")
+    assert done.stderr.startswith(f"lmcache: no lmcache server answers at {host}:5555: ")
+    assert fact
+    assert remedy == "a server answers on its own host only: type the command there, without --host\n"
     assert (done.returncode, done.stdout) == (1, "")
 
 

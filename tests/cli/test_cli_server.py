@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lmcache import __version__
+from lmcache.cli.options import size_text
 from lmcache.core.client import Client, ClientSettings, Engine
 from lmcache.core.control import Control, ServerAddress
 from lmcache.core.protocol import Role
@@ -34,9 +36,52 @@ def test_the_ready_line_says_what_was_started(start_server) -> None:
     server = start_server("--chunk-size", "256", "--eviction-policy", "lru")
 
     assert server.ready_line == (
-        f"lmcache server ready on 127.0.0.1:{server.port}: L1 0.0498 GB in 51 cells, policy LRU, chunk size 256 "
+        f"lmcache server ready on 127.0.0.1:{server.port}: L1 51.0 MiB in 51 cells, policy LRU, chunk size 256 "
         f"tokens, epoch {server.epoch}\n"
     )
+
+
+def test_the_ready_line_of_an_ipv6_server_has_an_address_that_can_be_read_back(lmcache, start_server) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    server = start_server("--host", "::1")
+    ping = lmcache("ping", "--host", "::1", "--port", str(server.port))
+
+    assert server.ready_line.startswith(f"lmcache server ready on [::1]:{server.port}: ")
+    assert ServerAddress.parse(f"[::1]:{server.port}") == ServerAddress("::1", server.port)
+    assert ping.stdout.startswith(f"[::1]:{server.port} answered in ")
+
+
+def test_ready_line_and_status_say_the_same_of_size_and_chunk_size_and_no_line_ends_in_blanks(
+    lmcache, start_server
+) -> None:
+    server = start_server()
+    shown = lmcache("status", "--port", str(server.port)).stdout
+
+    chunk = "policy LRU, chunk size 256 tokens or what each engine needs"
+    assert f": L1 51.0 MiB in 51 cells, {chunk}, epoch " in server.ready_line
+    assert re.search(
+        rf"(?m)^L1: 0 B of 51\.0 MiB used, (0 B|51\.0 MiB) taken from the host; {chunk}$",
+        shown,
+    )
+    assert [line for line in shown.splitlines() if line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (10 << 20, "10.0 MiB"),
+        (100 << 30, "100.0 GiB"),
+        (3 << 50, "3072.0 TiB"),
+    ],
+)
+def test_sizes_are_shown_in_the_largest_unit_that_they_fill(size: int, text: str) -> None:
+    assert size_text(size) == text
 
 
 def test_the_commands_that_people_already_type_are_understood(start_server) -> None:

@@ -1,0 +1,36 @@
+"""How a command talks to a server: it asks who is there, and says what helps when nobody is."""
+
+import contextlib
+import ipaddress
+from collections.abc import Iterator
+
+from lmcache.cli.options import address_text
+from lmcache.core.control import Control, ServerAddress
+from lmcache.core.protocol import Welcome
+from lmcache.errors import ServerUnavailable
+
+
+@contextlib.contextmanager
+def conversation(host: str, port: int) -> Iterator[tuple[Control, Welcome]]:
+    """Connect for the length of the block. Raises what `Control.hello` raises, with a remedy that fits the host."""
+    with Control(ServerAddress(host, port)) as control:
+        try:
+            welcome = control.hello()
+        except ServerUnavailable as error:
+            if _is_loopback(host):
+                raise
+            # nothing that is started elsewhere would answer: every server listens on its own host's loopback only
+            raise ServerUnavailable(
+                f"no lmcache server answers at {address_text(host, port)}: {error.__cause__ or 'no reply'}",
+                remedy="a server answers on its own host only: type the command there, without --host",
+            ) from error
+        yield control, welcome
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
