@@ -60,7 +60,8 @@ class ServerConfig:
             raise ConfigError(f"--max-workers {self.max_workers} is not positive", remedy="use at least 1")
         if self.max_workers > MOST_WORKERS:
             raise ConfigError(
-                f"--max-workers {self.max_workers} is more than {MOST_WORKERS} threads, and a few keep up with any engine",
+                f"--max-workers {self.max_workers} is more than {MOST_WORKERS} threads, and a few keep up with any "
+                "engine",
                 remedy="use 2, or as many as there are engines that store at once",
             )
         if self.cell_bytes < mmap.PAGESIZE or self.cell_bytes % mmap.PAGESIZE:

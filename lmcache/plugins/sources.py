@@ -133,8 +133,11 @@ def _is_module(name: str) -> bool:
 
 
 def _is_module_here(name: str) -> bool:
-    """Whether a dotted name can be found in the current folder: `python -m` has it on its path, a console script not."""
-    here = str(Path.cwd())
+    """Whether a dotted name can be found in the current folder, which a console script has not on its path."""
+    try:
+        here = str(Path.cwd())
+    except FileNotFoundError:  # somebody removed it
+        return False
     if here in sys.path:
         return False
     sys.path.append(here)  # at the end: nothing in it hides what is installed
@@ -178,7 +181,8 @@ def _unknown(name: str, known: Iterable[Source]) -> PluginError:
         names = sorted({each for s in known for each in (s.name, s.distribution) if each})
         return PluginError(
             f"--plugin {name} is no importable module, no installed distribution with lmcache plugins and no .py file",
-            remedy=f"{suggestion(name, names)}install it, go to the folder that holds it, or give the path of a .py file",
+            remedy=f"{suggestion(name, names)}install it, go to the folder that holds it, or give the path of a .py "
+            "file",
         )
     return PluginError(
         f"--plugin {name}: the distribution is installed, but announces nothing in the entry-point group {PROJECT!r}",

@@ -26,8 +26,10 @@ NO_PAGES = (
         ({"max_workers": 0}, "--max-workers 0 is not positive; use at least 1"),
         (
             {"max_workers": 257},
-            "--max-workers 257 is more than 256 threads, and a few keep up with any engine; use 2, or as many as there "
-            "are engines that store at once",
+            (
+                "--max-workers 257 is more than 256 threads, and a few keep up with any engine; use 2, or as many as "
+                "there are engines that store at once"
+            ),
         ),
         ({"cell_bytes": 100 * KIB + 1}, f"--l1-cell-kb 100.001 {NO_PAGES}"),
         ({"cell_bytes": 0}, f"--l1-cell-kb 0 {NO_PAGES}"),
