@@ -54,13 +54,19 @@ belong to the workers until all have reported, aborted request or not.
 whole chunks of a request, in chain order, group by group, full groups first:
 
     reserved = link.reserve(tenant, parent, hashes, group, geometry.shard_of(group, rank))
-    copier.store(arena, cells, [table[number] for number in kept_span(geometry.groups[group], chunk_size, chunk)])
-    link.commit(reserved.reservation)
+    granted = [chunk for chunk, placed in enumerate(reserved.placed, first) if placed == Placed.GRANTED]
+    for number, chunk in enumerate(granted):        # cells come for the granted ones only, in their order
+        own = cells[number * layout.cells :][: layout.cells]
+        copier.store(arena, own, [table[block] for block in kept_span(geometry.groups[group], chunk_size, chunk)])
+    link.commit(reserved.reservation)               # if anything was granted
 
-`reserved.placed` has one `Placed` a chunk for those that were dealt with; cells come for those granted. Windows lose
-their blocks and recurrent groups their snapshots while a request runs: store those in the step that fills them, and
-never store a null block. Where ranks hold the same bytes, offer only chunks with `geometry.writes(group, rank,
-chunk)`, each with its parent. Store what is computed and accepted, nothing that is speculated.
+`reserved.placed` has one `Placed` a chunk for those that were dealt with, from the first one offered on (`first`
+above). Every day, most are `PRESENT`, stored by an earlier request, or `BUSY`, being written by another engine: there
+is nothing to write, and there are no cells.
+
+Windows lose their blocks and recurrent groups their snapshots while a request runs: store those in the step that fills
+them, and never store a null block. Where ranks hold the same bytes, offer only chunks with `geometry.writes(group,
+rank, chunk)`, each with its parent. Store what is computed and accepted, nothing that is speculated.
 
 **5. Prove it.** Ask the engine a prompt cold, wait until the server is idle, drop the engine's own cache, ask again:
 hits, the same tokens, the same logprobs; for prompts of one token less than k chunks, k chunks and one more, for

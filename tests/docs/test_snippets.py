@@ -357,7 +357,8 @@ def test_a_real_vllm_takes_every_engine_command():
 @pytest.mark.parametrize("block", _named(PYTHON))
 def test_a_program_runs_and_prints_what_it_should(block, server):
     program = compile(block.text.replace("127.0.0.1:5555", server), str(block), "exec")
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(program, {"__name__": "snippet"})
-    assert printed.getvalue().strip() == block.output.strip()
+    for _ in range(2):  # the second time, the server has everything already
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(program, {"__name__": "snippet"})
+        assert printed.getvalue().strip() == block.output.strip()
