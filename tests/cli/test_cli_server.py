@@ -224,6 +224,34 @@ def test_the_console_script_is_the_same_command() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"lmcache, version {__version__}\n", "")
 
 
+def test_the_console_script_finds_a_plugin_in_the_folder_where_it_is_typed(tmp_path) -> None:
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "my_policy.py").write_text("""
+from lmcache.core.hookspecs import hookimpl
+from lmcache.plugins.eviction.lru import LRU
+
+class MyPolicy(LRU):
+    name = "my-policy"
+
+@hookimpl
+def lmcache_register_eviction_policies():
+    return [MyPolicy]
+""")
+    script = Path(sys.executable).with_name("lmcache")
+    done = subprocess.run(
+        [script, "plugins", "--plugin", "my_package.my_policy"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nmy_package.my_policy (--plugin)\n    eviction policies: my-policy\n" in done.stdout
+
+
 def test_plugins_hear_of_start_and_end_and_one_that_raises_hurts_nobody(start_server, tmp_path) -> None:
     heard = tmp_path / "heard"
     (tmp_path / "observer.py").write_text(f"""
