@@ -130,18 +130,18 @@ def _time_methods(connector: Any, spent: list[float], stack: contextlib.ExitStac
 def main() -> None:
     """Answer requests until standard input ends."""
     # vLLM and what it starts write to standard output; answers keep the pipe for themselves
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    driver = Driver(json.loads(sys.argv[1]))
-    print(json.dumps({"result": None}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            reply = {"result": getattr(driver, request.pop("do"))(**request)}
-        except Exception:  # noqa: BLE001 - whatever it is, the one who asks is told
-            reply = {"error": traceback.format_exc()}
-        print(json.dumps(reply), file=answers, flush=True)
-    driver.close()
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        driver = Driver(json.loads(sys.argv[1]))
+        print(json.dumps({"result": None}), file=answers, flush=True)
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                reply = {"result": getattr(driver, request.pop("do"))(**request)}
+            except Exception:  # noqa: BLE001 - whatever it is, the one who asks is told
+                reply = {"error": traceback.format_exc()}
+            print(json.dumps(reply), file=answers, flush=True)
+        driver.close()
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ SHAPES = {
 """Pages and bytes of an object."""
 
 
-def run_bench(*arguments: str) -> tuple[dict[str, Any], str]:
+def run_bench(*arguments: str, **environment: str) -> tuple[dict[str, Any], str]:
     """The report, and standard error."""
     done = subprocess.run(
         [sys.executable, "-m", "lmcache", "bench", "--quick", "--json", *arguments],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONWARNINGS": "error"},
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
@@ -38,7 +38,7 @@ def run_bench(*arguments: str) -> tuple[dict[str, Any], str]:
 
 @pytest.fixture(scope="module")
 def bench() -> tuple[dict[str, Any], str]:
-    return run_bench()
+    return run_bench(PYTHONWARNINGS="error")
 
 
 @pytest.fixture
