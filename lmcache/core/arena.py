@@ -166,7 +166,7 @@ class Backer:
             while self._requested < wanted and self._requested - self.backed < self._workers * SLAB_BYTES:
                 stop = min(self._requested + SLAB_BYTES, self._mapping.size)
                 # what is on its way has not been taken yet, so it is counted as well
-                if available_memory().bytes < stop - self.backed:
+                if _available() < stop - self.backed:
                     break
                 self._pool.submit(self._back, self._requested, stop)
                 self._requested = stop
@@ -189,3 +189,11 @@ class Backer:
     def close(self) -> None:
         """Wait for the slabs in progress; start no more."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _available() -> int:
+    """Bytes that may be taken now; none while nobody can tell, for want of descriptors, say."""
+    try:
+        return available_memory().bytes
+    except OSError:
+        return 0

@@ -137,6 +137,12 @@ class Cache:
             self._order.touch(list(above.chain()))
         return self._placement(reservation, bytes(placed))
 
+    def cells_lacking(self, namespace: Namespace, hashes: Sequence[ChainHash], group: int, shard: int) -> int:
+        """Cells that `reserve` would hand out if there were room for all."""
+        slot = namespace.slot(group, shard)
+        nodes = map(namespace.nodes.get, dict.fromkeys(hashes))
+        return namespace.object_cells[group] * sum(_placed(node, slot) is Placed.GRANTED for node in nodes)
+
     def _make_room_for_all(self, namespace: Namespace, hashes: Sequence[ChainHash], slot: int, cells: int) -> None:
         """Evict for all chunks at once, as far as others' chunks go: a search for each takes several times as long."""
         distinct = dict.fromkeys(hashes)

@@ -7,6 +7,7 @@ import attrs
 
 from lmcache.core.memory import total_memory
 from lmcache.errors import ConfigError, MemoryLimitError
+from lmcache.geometry.groups import MAX_TOKENS
 
 GIB = 1 << 30
 KIB = 1 << 10
@@ -56,6 +57,8 @@ class ServerConfig:
             raise ConfigError(
                 f"--chunk-size {self.chunk_size} is not positive", remedy="give a number of tokens, like 256"
             )
+        if self.chunk_size is not None and self.chunk_size > MAX_TOKENS:
+            raise ConfigError(f"--chunk-size {self.chunk_size} is absurd", remedy="give a number of tokens, like 256")
         if self.max_workers < 1:
             raise ConfigError(f"--max-workers {self.max_workers} is not positive", remedy="use at least 1")
         if self.max_workers > MOST_WORKERS:

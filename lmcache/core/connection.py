@@ -10,7 +10,7 @@ import socket
 import struct
 
 from lmcache.core.index import Namespace
-from lmcache.core.protocol import MAX_FRAME, Message, Role, encode
+from lmcache.core.protocol import MAX_FRAME, Role
 from lmcache.errors import ProtocolError
 
 LENGTH = struct.Struct("<I")
@@ -20,6 +20,12 @@ MAX_UNSENT = 4 * MAX_FRAME
 """Bytes of answers kept for a client that does not read; more ends its connection."""
 
 _CREDENTIALS = struct.Struct("3i")
+MAX_UNREGISTERED_FRAME = 1 << 19
+"""Bytes of the largest message before a client has registered: thousands of layers fit."""
+
+MESSAGES_A_TURN = 64
+"""Messages of one client that are answered before others have their turn."""
+
 _READ = 1 << 16  # a buffer of more than 128 KiB costs a memory mapping, and 25 µs, for every message
 _numbers = itertools.count(1)
 
@@ -62,45 +68,53 @@ class Connection:
         """Whether answers wait for the client to read."""
         return bool(self._unsent)
 
-    def receive(self) -> list[bytes]:
-        """Every whole message that has arrived. Raises ConnectionEnded, ProtocolError for a frame that is too large."""
-        ended = ""
-        try:
-            while data := self.socket.recv(_READ):
-                self._received += data
-                if len(data) < _READ:
-                    break
-            else:
-                ended = "closed"
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            ended = str(error)
-        messages = self._split()
-        if ended and not messages:
-            raise ConnectionEnded(ended)  # else: the end is seen again, after these were answered
-        return messages
+    @property
+    def behind(self) -> bool:
+        """Whether whole messages have arrived that wait for the client's next turn."""
+        return self._next_length() is not None
 
-    def _split(self) -> list[bytes]:
-        messages, start = [], 0
-        while len(self._received) - start >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._received, start)
-            if length > MAX_FRAME:
-                raise ProtocolError(f"a frame of {length} bytes; {MAX_FRAME} are allowed")
-            if len(self._received) - start - LENGTH.size < length:
-                break
+    def receive(self) -> list[bytes]:
+        """The client's messages of one turn, of all that have arrived.
+
+        Raises ConnectionEnded, and ProtocolError for a frame that is too large.
+        """
+        if not self.behind:
+            self._read()
+        messages: list[bytes] = []
+        start = 0
+        while len(messages) < MESSAGES_A_TURN and (length := self._next_length(start)) is not None:
             start += LENGTH.size
             messages.append(bytes(self._received[start : start + length]))
             start += length
         del self._received[:start]
         return messages
 
-    def send(self, message: Message, descriptor: int | None = None) -> None:
-        """Queue an answer and send what the socket takes; `descriptor` rides on its first byte.
+    def _read(self) -> None:
+        try:
+            data = self.socket.recv(_READ)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ConnectionEnded(str(error)) from error
+        if not data:
+            raise ConnectionEnded("closed")
+        self._received += data
+
+    def _next_length(self, start: int = 0) -> int | None:
+        """Length of the message that begins at `start`; None while it has not arrived whole."""
+        if len(self._received) - start < LENGTH.size:
+            return None
+        length = int(LENGTH.unpack_from(self._received, start)[0])
+        allowed = MAX_FRAME if self.namespace else MAX_UNREGISTERED_FRAME
+        if length > allowed:
+            raise ProtocolError(f"a frame of {length} bytes; {allowed} are allowed")
+        return length if len(self._received) - start - LENGTH.size >= length else None
+
+    def send(self, body: bytes, descriptor: int | None = None) -> None:
+        """Queue an encoded answer and send what the socket takes; `descriptor` rides on its first byte.
 
         Raises ConnectionEnded.
         """
-        body = encode(message)
         self._unsent += LENGTH.pack(len(body)) + body
         if descriptor is not None:
             # registration is the first answer of a connection, so nothing is queued before it

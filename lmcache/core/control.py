@@ -33,6 +33,7 @@ from lmcache.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused
 ReplyT = TypeVar("ReplyT", bound=Message)
 
 IDLE_POLL_SECONDS = 0.01
+IDLE_POLL_MAX_SECONDS = 0.1
 
 
 @attrs.frozen
@@ -102,6 +103,7 @@ class Control:
         Raises DeadlineExceeded after `timeout` s.
         """
         until = time.monotonic() + timeout
+        pause = IDLE_POLL_SECONDS
         while in_flight := self.status()["gauges"]["reservations"]:
             if on_progress:
                 on_progress(in_flight)
@@ -110,7 +112,8 @@ class Control:
                     f"{in_flight} stores are still in flight at {self.address} after {timeout:g} s",
                     remedy="look for a stopped engine with lmcache status, or wait longer with --timeout",
                 )
-            time.sleep(IDLE_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(pause * 1.5, IDLE_POLL_MAX_SECONDS)
 
     def _call(self, request: Message, kind: type[ReplyT]) -> ReplyT:
         self._check_listening()  # ZeroMQ connects for ever, and never says that nobody is there

@@ -28,7 +28,8 @@ def _digest(domain: bytes, facts: Mapping[str, str]) -> bytes:
     """Hash a mapping so that no two mappings collide by concatenation: every part is preceded by its length."""
     state = hashlib.sha256(domain)
     for name, value in sorted(facts.items()):
-        for part in (name.encode(), value.encode()):
+        # whatever a user may send is hashed, lone surrogates included
+        for part in (name.encode("utf-8", "surrogatepass"), value.encode("utf-8", "surrogatepass")):
             state.update(len(part).to_bytes(8, "little"))
             state.update(part)
     return state.digest()[:HASH_BYTES]

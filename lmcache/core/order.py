@@ -20,41 +20,52 @@ class GuardedOrder:
     def __init__(self, policy: EvictionPolicy, counters: Counters) -> None:
         self._policy = policy
         self._counters = counters
-        self._logged: set[tuple[str, str]] = set()
+        self._logged: set[str] = set()
+        self._arrived: dict[Node, None] = {}
 
     def insert(self, node: Node) -> None:
         """`node` is new."""
+        self._arrived[node] = None
         try:
             self._policy.insert(node)
-        except Exception as error:  # noqa: BLE001 - here and below: a plugin's code, and `_failed` logs it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - here and below: a plugin's code; `_failed` logs it
             self._failed("insert", error)
 
     def touch(self, nodes: Sequence[Node]) -> None:
         """`nodes` were used."""
         try:
             self._policy.touch(nodes)
-        except Exception as error:  # noqa: BLE001
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             self._failed("touch", error)
 
     def remove(self, node: Node) -> None:
         """`node` is gone."""
+        self._arrived.pop(node, None)
         try:
             self._policy.remove(node)
-        except Exception as error:  # noqa: BLE001
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             self._failed("remove", error)
 
     def victims(self) -> Iterator[Node]:
-        """The policy's first victims, without what it invents or should have forgotten."""
+        """The policy's first victims, without what it invents or should have forgotten.
+
+        A policy that fails, or names nobody who is there, is stood in for by the order of arrival.
+        """
+        named = False
         try:
             for victim in itertools.islice(self._policy.victims(), VICTIM_SCAN):
                 if isinstance(victim, Node) and victim.namespace.nodes.get(victim.hash) is victim:
+                    named = True
                     yield victim
-        except Exception as error:  # noqa: BLE001
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             self._failed("victims", error)
+            named = False
+        if not named and self._arrived:
+            self._counters.policy_errors += 1
+            yield from itertools.islice(self._arrived, VICTIM_SCAN)
 
-    def _failed(self, call: str, error: Exception) -> None:
+    def _failed(self, call: str, error: BaseException) -> None:
         self._counters.policy_errors += 1
-        cause = (call, type(error).__name__)
-        if cause not in self._logged:
-            self._logged.add(cause)
+        if call not in self._logged:
+            self._logged.add(call)
             log.error("the eviction policy %s failed in %s; logged once", self._policy.name, call, exc_info=error)

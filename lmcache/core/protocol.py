@@ -43,7 +43,7 @@ PROTOCOL = 1
 """Raised with every change that an older peer would misread."""
 
 MAX_FRAME = 16 << 20
-"""Bytes of the largest message: room for a lookup of a million chunks."""
+"""Bytes of the largest message; far more than any that is answered with more than a refusal."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -5,7 +5,6 @@ what has a name (a socket under `--socket-dir`) is cleaned up by the next start.
 """
 
 import contextlib
-import fcntl
 import functools
 import gc
 import logging
@@ -13,8 +12,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -23,9 +21,9 @@ from lmcache import __version__
 from lmcache.core.arena import Backer, Mapping, create_segment
 from lmcache.core.config import ServerConfig
 from lmcache.core.connection import Connection, ConnectionEnded
+from lmcache.core.listeners import bind_router, listen
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import (
-    MAX_FRAME,
     PROTOCOL,
     Error,
     ErrorCode,
@@ -46,7 +44,7 @@ from lmcache.core.protocol import (
     encode,
 )
 from lmcache.core.service import HANDLERS, Service, check_version
-from lmcache.errors import ConfigError, ProtocolError, Refused
+from lmcache.errors import ConfigError, LMCacheError, ProtocolError, Refused
 
 log = logging.getLogger("lmcache.server")
 
@@ -56,8 +54,11 @@ PARK_SECONDS = 0.5
 DRAIN_SECONDS = 2.0
 """A stopping server waits this long, at most, for stores in flight."""
 
-MAX_TCP_MESSAGE = 1 << 16
-"""Bytes: nothing long is said on TCP."""
+TCP_MESSAGES_A_TURN = 8
+"""Messages that are answered on TCP before the Unix connections have their turn."""
+
+ACCEPT_PAUSE_SECONDS = 1.0
+"""Pause after a client could not be accepted, for want of descriptors as a rule."""
 
 
 class Server:
@@ -71,14 +72,25 @@ class Server:
         self._connections: dict[int, Connection] = {}
         self._parked: list[tuple[float, Connection, Reserve]] = []
         self._stopping = 0.0
+        self._behind: dict[int, Connection] = {}
+        """Connections with messages that wait for their next turn."""
+        self._accept_again = 0.0
         with contextlib.ExitStack() as opened:
-            self._open(opened, policy)
+            try:
+                self._open(opened, policy)
+            except (OSError, OverflowError, ValueError) as error:
+                if isinstance(error, LMCacheError):
+                    raise
+                raise ConfigError(
+                    f"this host does not give the server what it needs: {error}",
+                    remedy="look at the limits of the process (ulimit -a) and at --l1-size-gb",
+                ) from error
             self._resources = opened.pop_all()
 
     def _open(self, opened: contextlib.ExitStack, policy: EvictionPolicy) -> None:
         config = self.config
-        self._router, self.port = opened.enter_context(_bind_router(config.host, config.port))
-        self._listener, self.socket_address = opened.enter_context(_listen(config.socket_dir, self.port, self.epoch))
+        self._router, self.port = opened.enter_context(bind_router(config.host, config.port))
+        self._listener, self.socket_address = opened.enter_context(listen(config.socket_dir, self.port, self.epoch))
         self._wake_receiver, self._wake_sender = socket.socketpair()
         opened.enter_context(self._wake_receiver)
         opened.enter_context(self._wake_sender)
@@ -118,10 +130,15 @@ class Server:
         try:
             self.service.keep_ahead()
             while not self._finished():
-                for key, mask in self._selector.select(self._timeout()):
+                behind, self._behind = self._behind, {}
+                for key, mask in self._selector.select(0 if behind else self._timeout()):
                     key.data(mask)
+                for connection in behind.values():
+                    if connection.owner in self._connections and connection.owner not in self._behind:
+                        self._ready(connection, selectors.EVENT_READ)
                 self._retry_parked()
-                self._drain_router()
+                self._answer_router()
+                self._listen_again()
         finally:
             log.info("stopping, with %d stores in flight", len(self.service.cache.reservations))
             self.close()
@@ -156,32 +173,38 @@ class Server:
         return not self.service.cache.reservations or time.monotonic() > self._stopping + DRAIN_SECONDS
 
     def _timeout(self) -> float | None:
-        if self._stopping:
-            return 0.05
-        return max(0.0, min(until for until, _, _ in self._parked) - time.monotonic()) if self._parked else None
+        if self._router_waits():
+            return 0.0
+        times = [until for until, _, _ in self._parked]
+        times += [self._accept_again] if self._accept_again else []
+        times += [time.monotonic() + 0.05] if self._stopping else []
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     # ------------------------------------------------------------------------------------------------ TCP: who is there
 
-    def _drain_router(self) -> None:
-        # the descriptor is edge-triggered: whatever woke the loop, ZeroMQ is asked until it has nothing more
-        while int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+    def _router_waits(self) -> bool:
+        # its descriptor is edge-triggered: ZeroMQ is asked before every wait, or the loop would sleep over a message
+        return bool(int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _answer_router(self) -> None:
+        for _ in range(TCP_MESSAGES_A_TURN):
+            if not self._router_waits():
+                return
             frames = self._router.recv_multipart()
             if len(frames) == 2:
-                self._send_tcp(frames[0], self._answer_tcp(frames[1]))
+                with contextlib.suppress(zmq.ZMQError):  # the peer has gone, or does not read
+                    self._router.send_multipart([frames[0], self._answer_tcp(frames[1])], zmq.NOBLOCK)
             else:
                 self.service.cache.counters.messages_malformed += 1
 
-    def _send_tcp(self, peer: bytes, reply: Message) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the peer has gone, or does not read
-            self._router.send_multipart([peer, encode(reply)], zmq.NOBLOCK)
-
-    def _answer_tcp(self, data: bytes) -> Message:
+    def _answer_tcp(self, data: bytes) -> bytes:
         try:
             request = decode_request(data)
         except ProtocolError as error:
             self.service.cache.counters.messages_malformed += 1
-            return Error(0, ErrorCode.MALFORMED, str(error), "speak the lmcache protocol")
-        return self._guarded(request, self._tcp_reply) or Error(request.id, ErrorCode.INTERNAL, "no answer", "")
+            return encode(Error(0, ErrorCode.MALFORMED, str(error), "speak the lmcache protocol"))
+        answer = self._guarded(request, self._tcp_reply)
+        return answer[1] if answer else b""
 
     def _tcp_reply(self, request: Request) -> Message:
         match request:
@@ -212,7 +235,9 @@ class Server:
         try:
             accepted, _address = self._listener.accept()
         except OSError as error:  # it went away again, or descriptors have run out: others must be served
-            log.warning("a client could not be accepted: %s", error)
+            log.warning("a client could not be accepted: %s; trying again in %g s", error, ACCEPT_PAUSE_SECONDS)
+            self._selector.unregister(self._listener)
+            self._accept_again = time.monotonic() + ACCEPT_PAUSE_SECONDS
             return
         connection = Connection(accepted)
         self._connections[connection.owner] = connection
@@ -221,6 +246,11 @@ class Server:
             self.service.cache.counters.clients_refused += 1
             self._end(connection, f"its user {connection.uid} is not the server's")
 
+    def _listen_again(self) -> None:
+        if self._accept_again and time.monotonic() >= self._accept_again:
+            self._accept_again = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
     def _ready(self, connection: Connection, mask: int) -> None:
         try:
             if mask & selectors.EVENT_WRITE:
@@ -228,13 +258,15 @@ class Server:
             if mask & selectors.EVENT_READ:
                 for data in connection.receive():
                     self._answer_unix(connection, data)
+                if connection.behind:
+                    self._behind[connection.owner] = connection
             self._watch(connection)
         except ConnectionEnded as error:
             self._end(connection, str(error))
         except ProtocolError as error:
             self.service.cache.counters.messages_malformed += 1
             with contextlib.suppress(ConnectionEnded):
-                connection.send(Error(0, ErrorCode.MALFORMED, str(error), "speak the lmcache protocol"))
+                connection.send(encode(Error(0, ErrorCode.MALFORMED, str(error), "speak the lmcache protocol")))
             self._end(connection, str(error))
 
     def _watch(self, connection: Connection) -> None:
@@ -244,10 +276,11 @@ class Server:
 
     def _answer_unix(self, connection: Connection, data: bytes) -> None:
         request = decode_request(data)
-        reply = self._guarded(request, lambda r: self._unix_reply(connection, r))
-        if reply is not None:
-            descriptor = self._segment if isinstance(reply, Registered) and connection.role is Role.WORKER else None
-            connection.send(reply, descriptor)
+        answer = self._guarded(request, functools.partial(self._unix_reply, connection))
+        if answer is not None:
+            reply, body = answer
+            gets_arena = isinstance(reply, Registered) and connection.role is Role.WORKER
+            connection.send(body, self._segment if gets_arena else None)
 
     def _unix_reply(self, connection: Connection, request: Request) -> Message | None:
         if self._stopping and isinstance(request, Register | Reserve | Lookup):
@@ -275,30 +308,34 @@ class Server:
                 continue
             final = time.monotonic() >= until or bool(self._stopping)
             again = functools.partial(self.service.reserve, connection, final=final)
-            reply = self._guarded(request, again)
-            if reply is None:
+            answer = self._guarded(request, again)
+            if answer is None:
                 self._parked.append((until, connection, request))
                 continue
             try:
-                connection.send(reply)
+                connection.send(answer[1])
                 self._watch(connection)
             except ConnectionEnded as error:
                 self._end(connection, str(error))
 
-    def _guarded(self, request: Request, answer: Callable[[Any], Message | None]) -> Message | None:
-        """The answer, or the error that the request has met: one request can never hurt another."""
+    def _guarded(self, request: Request, answer: Callable[[Any], Message | None]) -> tuple[Message, bytes] | None:
+        """The answer, and its bytes, or the error that the request has met: one request can never hurt another.
+
+        None: there is no answer yet.
+        """
         counters = self.service.cache.counters
         try:
-            return answer(request)
+            reply = answer(request)
+            # encoded in here, for what a reply is made of may come from a peer
+            return None if reply is None else (reply, encode(reply))
         except Refused as error:
             counters.requests_refused += 1
-            return Error(request.id, error.code, error.args[0], error.remedy)
-        except ConnectionEnded:
-            raise
+            reply = Error(request.id, error.code, error.args[0], error.remedy)
         except Exception as error:  # whatever it is, it is logged in full, counted, and answered
             counters.internal_errors += 1
             log.exception("%s failed", type(request).__name__)
-            return Error(request.id, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", "see the server's log")
+            reply = Error(request.id, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", "see the server's log")
+        return reply, encode(reply)
 
     def _end(self, connection: Connection, reason: str) -> None:
         if self._connections.pop(connection.owner, None) is None:
@@ -307,72 +344,9 @@ class Server:
         connection.close()
         # only now, with the liveness channel ended, may what it was writing go to others
         self.service.cache.owner_gone(connection.owner)
+        self.service.forget_unused({id(other.namespace) for other in self._connections.values()})
         log.info("%s left: %s", connection, reason)
 
 
 def _nothing(_: int) -> None:
     """The loop asks ZeroMQ itself, after every wake-up."""
-
-
-@contextlib.contextmanager
-def _bind_router(host: str, port: int) -> Iterator[tuple["zmq.Socket[bytes]", int]]:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.MAXMSGSIZE, min(MAX_TCP_MESSAGE, MAX_FRAME))
-        router.setsockopt(zmq.IPV6, ":" in host)
-        try:
-            router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {zmq.strerror(error.errno or 0)}",
-                remedy="stop what uses the port, or choose another with --port",
-            ) from error
-        yield router, int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
-
-
-@contextlib.contextmanager
-def _listen(folder: str | None, port: int, epoch: str) -> Iterator[tuple[socket.socket, str]]:
-    """The Unix socket: abstract, or a file under a lock that tells a dead server's leavings from a live one's."""
-    with contextlib.ExitStack() as opened, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        if folder is None:
-            address = f"@lmcache-{epoch}"
-            listener.bind("\0" + address[1:])
-        else:
-            address = str(opened.enter_context(_socket_file(Path(folder), port)))
-            listener.bind(address)
-        listener.listen(128)
-        listener.setblocking(False)
-        yield listener, address
-
-
-@contextlib.contextmanager
-def _socket_file(folder: Path, port: int) -> Iterator[Path]:
-    with _locked(folder, folder / f"lmcache-{port}.lock"):
-        path = folder.absolute() / f"lmcache-{port}.sock"
-        path.unlink(missing_ok=True)  # a killed server's: the lock proves that nobody listens there
-        try:
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, path: Path) -> Iterator[None]:
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(
-            f"--socket-dir {folder}: {error.strerror}", remedy="give a folder that can be written"
-        ) from error
-    with contextlib.closing(os.fdopen(lock, "rb")):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # a server that ended just now may have taken the file away under our hands
-            current = path.stat().st_ino == os.fstat(lock).st_ino
-        except OSError:
-            current = False
-        if not current:
-            raise ConfigError(f"--socket-dir {folder} is in use by another server", remedy="give another folder")
-        yield
-        path.unlink(missing_ok=True)

@@ -33,10 +33,17 @@ from lmcache.core.protocol import (
     Registered,
     Reserve,
     Reserved,
+    Role,
 )
 from lmcache.errors import GeometryError, Refused
 from lmcache.geometry.chunking import check_chunk_size, default_chunk_size
 from lmcache.geometry.fingerprint import geometry_facts
+
+MAX_FACTS = 1 << 16
+"""Characters of one namespace's facts, which are kept as long as it is."""
+
+MAX_CHUNKS = 1 << 16
+"""Chunks of one request: more would make others wait."""
 
 AHEAD_BYTES = 256 << 20
 """Free memory kept behind the arena before anybody asks for it, so that stores rarely wait for the kernel."""
@@ -62,6 +69,9 @@ class Service:
         geometry = request.geometry
         if not 0 <= request.rank < geometry.ranks:
             raise Refused(f"rank {request.rank} of {geometry.ranks}", code=ErrorCode.MALFORMED, remedy="count from 0")
+        facts = sum(len(name) + len(value) for name, value in request.facts.items())
+        if facts > MAX_FACTS:
+            raise Refused(f"{facts} characters of facts", code=ErrorCode.MALFORMED, remedy=f"at most {MAX_FACTS}")
         namespace = self._namespace(request)
         connection.namespace, connection.role, connection.rank = namespace, request.role, request.rank
         return Registered(
@@ -72,6 +82,12 @@ class Service:
             self.config.cell_bytes,
             self.config.arena_bytes,
         )
+
+    def forget_unused(self, used: set[int]) -> None:
+        """Drop namespaces that hold nothing and that no client (`used`: by identity) is registered in."""
+        for digest, namespace in list(self.cache.namespaces.items()):
+            if not namespace.nodes and id(namespace) not in used:
+                del self.cache.namespaces[digest]
 
     def _namespace(self, request: Register) -> Namespace:
         geometry, model = request.geometry, request.facts.get("model", "")
@@ -107,7 +123,7 @@ class Service:
 
     def reserve(self, connection: Connection, request: Reserve, *, final: bool) -> Reserved | None:
         """None: more memory is being put behind the arena; ask again when it has come, the last time with `final`."""
-        namespace = self._registered(connection)
+        namespace = self._worker(connection)
         groups = namespace.geometry.groups
         if not (0 <= request.group < len(groups) and groups[request.group].cached):
             raise _malformed(f"group {request.group} is not a cached one of {len(groups)}")
@@ -116,7 +132,9 @@ class Service:
         if len(request.parent) not in (0, HASH_BYTES):
             raise _malformed(f"a parent hash of {len(request.parent)} bytes")
         hashes = self._hashes(request.hashes)
-        wanted = len(hashes) * namespace.object_cells[request.group]
+        wanted = (
+            0 if self._backer.complete else self.cache.cells_lacking(namespace, hashes, request.group, request.shard)
+        )
         if self._grow(wanted) and not final:
             return None
         done = self.cache.reserve(
@@ -145,7 +163,7 @@ class Service:
 
     def open(self, connection: Connection, request: Open) -> Opened:
         """Tell a worker where its part of a hit lies."""
-        namespace = self._registered(connection)
+        namespace = self._worker(connection)
         if request.epoch != self.epoch:
             raise Refused(
                 f"ticket {request.ticket} is of server boot {request.epoch}, this is {self.epoch}",
@@ -157,7 +175,7 @@ class Service:
 
     def confirm(self, connection: Connection, request: Confirm) -> Confirmed:
         """Say whether a load may count."""
-        namespace = self._registered(connection)
+        namespace = self._worker(connection)
         held = request.epoch == self.epoch and self.cache.confirm(request.ticket, namespace, connection.rank)
         return Confirmed(request.id, held)
 
@@ -174,7 +192,10 @@ class Service:
 
     def collect_backed(self) -> None:
         """Hand the cells that have got memory to the allocator. Called after the backer has reported progress."""
-        self.cache.allocator.back(self._backer.backed // self.config.cell_bytes)
+        cells = self._backer.backed // self.config.cell_bytes
+        if cells > self.cache.allocator.backed:
+            self.cache.allocator.back(cells)
+            self.keep_ahead()
 
     def keep_ahead(self) -> None:
         """Have memory put behind the arena before it is needed."""
@@ -182,12 +203,24 @@ class Service:
 
     def _grow(self, free_cells: int) -> bool:
         """Ask for memory until `free_cells` are free; True when that is not so yet and more is on its way."""
+        if self._backer.complete:
+            # its report may still be on its way: what has memory is handed out now, not refused
+            self.collect_backed()
+            return False
         missing = free_cells - self.cache.allocator.free
-        if missing <= 0 or self._backer.complete:
+        if missing <= 0:
             return False
         return self._backer.request(self._backer.backed + missing * self.config.cell_bytes)
 
     # --------------------------------------------------------------------------------------------------------- common
+
+    def _worker(self, connection: Connection) -> Namespace:
+        namespace = self._registered(connection)
+        if connection.role is not Role.WORKER:
+            raise Refused(
+                "only workers have an arena to copy to and from", code=ErrorCode.MALFORMED, remedy="ask as one"
+            )
+        return namespace
 
     def _registered(self, connection: Connection) -> Namespace:
         if connection.namespace is None:
@@ -199,12 +232,17 @@ class Service:
     def _hashes(self, joined: bytes) -> list[Any]:
         if len(joined) % HASH_BYTES:
             raise _malformed(f"{len(joined)} bytes of hashes, {HASH_BYTES} each")
+        if len(joined) > MAX_CHUNKS * HASH_BYTES:
+            raise Refused(
+                f"{len(joined) // HASH_BYTES} chunks in one request; {MAX_CHUNKS} are allowed",
+                code=ErrorCode.MALFORMED,
+                remedy="use larger chunks for prompts that long",
+            )
         return split_hashes(joined)
 
     def report(self, clients: list[dict[str, Any]]) -> dict[str, Any]:
         """Everything `lmcache status` shows."""
         cache, allocator = self.cache, self.cache.allocator
-        nodes = [node for namespace in cache.namespaces.values() for node in namespace.nodes.values()]
         counters = {name: getattr(cache.counters, name) for name in cache.counters.__slots__ if name != "__weakref__"}
         return {
             "version": __version__,
@@ -223,8 +261,8 @@ class Service:
                     len(r) for reservation in cache.reservations.values() for _, _, r in reservation.objects
                 )
                 // 4,
-                "nodes": len(nodes),
-                "pinned_nodes": sum(1 for node in nodes if node.pins),
+                "nodes": sum(len(namespace.nodes) for namespace in cache.namespaces.values()),
+                "pinned_nodes": len(set().union(*(pins.nodes for pins in cache.pins.values()))),
                 "tickets": len(cache.tickets),
                 "reservations": len(cache.reservations),
                 "clients": len(clients),

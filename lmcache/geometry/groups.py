@@ -31,6 +31,15 @@ MAX_RANKS = 4096
 
 MAX_GROUPS = 64
 
+MAX_SHARDS = 4096
+"""Shards of all groups together."""
+
+MAX_LAYERS = 8192
+"""Layers of all groups together."""
+
+MAX_TOKENS = 1 << 24
+"""Tokens of a block, a window, an alignment or a chunk."""
+
 WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 
 
@@ -104,6 +113,16 @@ class Geometry:
             )
         if not 1 <= self.ranks <= MAX_RANKS:
             raise GeometryError(f"a geometry for {self.ranks} ranks", remedy=f"give 1 to {MAX_RANKS}")
+        layers, shards = sum(len(g.page_bytes) for g in self.groups), sum(g.shards for g in self.groups)
+        if layers > MAX_LAYERS or shards > MAX_SHARDS:
+            raise GeometryError(
+                f"a geometry of {layers} layers and {shards} shards",
+                remedy=f"give at most {MAX_LAYERS} layers and {MAX_SHARDS} shards",
+            )
+        if max(self.block_multiple, self.hit_alignment, *(g.window for g in self.groups)) > MAX_TOKENS:
+            raise GeometryError(
+                "blocks, windows or an alignment of millions of tokens", remedy=f"give at most {MAX_TOKENS} tokens"
+            )
         if len(self.groups) > MAX_GROUPS:
             raise GeometryError(f"a geometry of {len(self.groups)} KV groups", remedy=f"give at most {MAX_GROUPS}")
         for number, group in enumerate(self.groups):

@@ -121,10 +121,17 @@ def test_a_request_that_is_too_large_is_refused_here_and_the_link_lives_on(link:
     assert scheduler.lookup("", b"h" * 16, 16).wait().tokens == 0
 
 
-def test_the_largest_lookup_that_fits_a_message_is_answered(link: Link_) -> None:
+def test_a_lookup_of_more_chunks_than_are_allowed_is_refused_and_the_link_goes_on(link: Link_) -> None:
+    scheduler = link(SCHEDULER)
+    with pytest.raises(Refused, match="65537 chunks in one request; 65536 are allowed"):
+        scheduler.lookup("", os.urandom(16 * 65537), 1 << 40).wait()
+    assert scheduler.lookup("", os.urandom(16), 1 << 20).wait().tokens == 0
+
+
+def test_the_largest_lookup_is_answered(link: Link_) -> None:
     """It does not fit the socket's buffer: sending goes on while the answer is polled for."""
     scheduler = link(SCHEDULER)
-    pending = scheduler.lookup("", os.urandom(16 * 1_000_000), 1 << 40)
+    pending = scheduler.lookup("", os.urandom(16 * 65536), 1 << 40)
 
     assert wait_until(pending.poll).tokens == 0
 

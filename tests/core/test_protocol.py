@@ -46,7 +46,7 @@ def groups(draw: st.DrawFn) -> KVGroup:
     pages = tuple(draw(st.lists(st.integers(1, 1 << 40), min_size=1, max_size=4)))
     return KVGroup(
         kind,
-        draw(st.integers(1, 4096)),
+        draw(st.integers(1, 200)),
         pages,
         window=draw(st.integers(1, 1 << 20)) if kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL) else 0,
         shards=draw(st.sampled_from([1, 2, 4])),

@@ -82,4 +82,4 @@ def _item(feature: Any) -> ContentItem:
 
 
 def _tenant(salt: str) -> str:
-    return hashlib.sha256(b"lmcache tenant 1" + salt.encode()).hexdigest()[:16] if salt else ""
+    return hashlib.sha256(b"lmcache tenant 1" + salt.encode("utf-8", "surrogatepass")).hexdigest()[:16] if salt else ""

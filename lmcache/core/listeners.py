@@ -1,0 +1,95 @@
+"""What a server listens on: a ZeroMQ router on TCP and a Unix stream socket. Opened before anything is served."""
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
+
+from lmcache.errors import ConfigError
+
+MAX_TCP_MESSAGE = 1 << 12
+"""Bytes: nothing long is said on TCP."""
+
+TCP_BACKLOG = 64
+"""Messages kept for one TCP peer, in either direction."""
+
+
+@contextlib.contextmanager
+def bind_router(host: str, port: int) -> Iterator[tuple["zmq.Socket[bytes]", int]]:
+    """The TCP side, and its port. Raises ConfigError when the port is taken."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_TCP_MESSAGE)
+        router.setsockopt(zmq.RCVHWM, TCP_BACKLOG)
+        router.setsockopt(zmq.SNDHWM, TCP_BACKLOG)
+        router.setsockopt(zmq.IPV6, ":" in host)
+        try:
+            router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {zmq.strerror(error.errno or 0)}",
+                remedy="stop what uses the port, or choose another with --port",
+            ) from error
+        yield router, int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+
+@contextlib.contextmanager
+def listen(folder: str | None, port: int, epoch: str) -> Iterator[tuple[socket.socket, str]]:
+    """The Unix socket: abstract, or a file under a lock that tells a dead server's leavings from a live one's."""
+    with contextlib.ExitStack() as opened, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        if folder is None:
+            address = f"@lmcache-{epoch}"
+            listener.bind("\0" + address[1:])
+        else:
+            address = str(opened.enter_context(_socket_file(Path(folder), port)))
+            try:
+                listener.bind(address)
+            except OSError as error:  # a path of more than 107 bytes, for one
+                raise ConfigError(f"--socket-dir {folder}: {error}", remedy="give another, shorter one") from error
+        listener.listen(128)
+        listener.setblocking(False)
+        yield listener, address
+
+
+@contextlib.contextmanager
+def _socket_file(folder: Path, port: int) -> Iterator[Path]:
+    with _locked(folder, folder / f"lmcache-{port}.lock"):
+        path = folder.absolute() / f"lmcache-{port}.sock"
+        try:
+            path.unlink(missing_ok=True)  # a killed server's: the lock proves that nobody listens there
+        except OSError as error:
+            raise ConfigError(
+                f"--socket-dir {folder}: {path} cannot be removed: {error.strerror}", remedy="remove it"
+            ) from error
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, path: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"--socket-dir {folder}: {error.strerror}", remedy="give a folder that can be written"
+        ) from error
+    with contextlib.closing(os.fdopen(lock, "rb")):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # a server that ended just now may have taken the file away under our hands
+            current = path.stat().st_ino == os.fstat(lock).st_ino
+        except OSError:
+            current = False
+        if not current:
+            raise ConfigError(f"--socket-dir {folder} is in use by another server", remedy="give another folder")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
