@@ -211,8 +211,8 @@ class RawConnection:
 
     def close(self) -> None:
         self.socket.close()
-        for descriptor in self.descriptors:
-            os.close(descriptor)
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 def descriptors_of(pid: int) -> int:
