@@ -72,6 +72,8 @@ class Server:
         self._connections: dict[int, Connection] = {}
         self._parked: list[tuple[float, Connection, Reserve]] = []
         self._stopping = 0.0
+        self._retry = False
+        """Whether memory has come, or has failed to, since those who wait for it were asked last."""
         self._behind: dict[int, Connection] = {}
         """Connections with messages that wait for their next turn."""
         self._accept_again = 0.0
@@ -166,6 +168,7 @@ class Server:
             while self._wake_receiver.recv(4096):
                 pass
         self.service.collect_backed()
+        self._retry = True
 
     def _finished(self) -> bool:
         if not self._stopping:
@@ -302,6 +305,9 @@ class Server:
         return reply
 
     def _retry_parked(self) -> None:
+        if not (self._retry or self._stopping or any(time.monotonic() >= until for until, _, _ in self._parked)):
+            return  # every message brings the loop here: only what has changed is worth a look
+        self._retry = False
         parked, self._parked = self._parked, []
         for until, connection, request in parked:
             if connection.owner not in self._connections:

@@ -192,10 +192,14 @@ class Service:
 
     def collect_backed(self) -> None:
         """Hand the cells that have got memory to the allocator. Called after the backer has reported progress."""
-        cells = self._backer.backed // self.config.cell_bytes
-        if cells > self.cache.allocator.backed:
-            self.cache.allocator.back(cells)
+        if self._take_backed():
             self.keep_ahead()
+
+    def _take_backed(self) -> bool:
+        cells = self._backer.backed // self.config.cell_bytes
+        more = cells > self._backed
+        self.cache.allocator.back(cells)
+        return more
 
     def keep_ahead(self) -> None:
         """Have memory put behind the arena before it is needed."""
@@ -203,12 +207,10 @@ class Service:
 
     def _grow(self, free_cells: int) -> bool:
         """Ask for memory until `free_cells` are free; True when that is not so yet and more is on its way."""
-        if self._backer.complete:
-            # its report may still be on its way: what has memory is handed out now, not refused
-            self.collect_backed()
-            return False
+        # the report may still be on its way: what has memory is handed out now, not refused
+        self._take_backed()
         missing = free_cells - self.cache.allocator.free
-        if missing <= 0:
+        if missing <= 0 or self._backer.complete:
             return False
         return self._backer.request(self._backer.backed + missing * self.config.cell_bytes)
 
