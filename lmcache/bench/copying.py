@@ -121,8 +121,8 @@ def measure_copying(shape: PageShape, prompts: int, prompt_bytes: int, step: Ste
     """
     chunks = max(2, prompt_bytes // shape.object_bytes)
     cells = object_layout(shape.group, shape.chunk_size, CELL_BYTES).cells
-    # a prompt of cells for the yardstick, and twice that for prompts, because tickets may pin half of L1
-    arena_gib = (3 * chunks * cells + 1) * CELL_BYTES / (1 << 30)
+    # cells of two prompts, one being read while the other goes, and as many for the yardstick
+    arena_gib = (4 * chunks * cells + 1) * CELL_BYTES / (1 << 30)
     step(f"{shape}: preparing memory")
     memory = EngineMemory(shape, chunks)
     arguments = ("--l1-size-gb", f"{arena_gib:.6f}", "--chunk-size", str(shape.chunk_size))
@@ -148,8 +148,8 @@ class _Prompts:
         self._cells_an_object = layout.cells
         self._copier = Copier(memory.pages, layout, worker.cell_bytes)
         # never committed: these cells are the yardstick's until the link ends
-        yardstick = self._reserve(self._new_hashes())
-        self._plain = PlainCopy(self._shape, self._cells(yardstick.cells), worker.cell_bytes)
+        yardstick = [self._cells(self._reserve(self._new_hashes()).cells) for _ in range(2)]
+        self._plain = PlainCopy(self._shape, yardstick, worker.cell_bytes)
         self._forget()
 
     def _forget(self) -> None:
@@ -165,6 +165,7 @@ class _Prompts:
     def run(self, *, scattered: bool) -> None:
         """Store a new prompt, load it, and compare what came back."""
         self._memory.new_prompt(scattered=scattered)
+        self._plain.new_prompt()
         hashes = self._new_hashes()
         with self._worker.copying() as mapped:
             arena = np.frombuffer(mapped, np.uint8)

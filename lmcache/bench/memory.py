@@ -1,6 +1,7 @@
 """Engine memory for a bench: paged, and such that every page proves whether it was moved."""
 
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -75,21 +76,25 @@ class EngineMemory:
 class PlainCopy:
     """The yardstick: as many bytes in pages of the same size, by nothing but a memcpy a page.
 
-    It has pages and cells of its own, a prompt of them, so that it meets memory as cold as the real copy does. It takes
-    every second page: then NumPy's loop calls memcpy once a page with no Python in between, and no two pages are one
-    memcpy. Measured to be no slower than a C loop, a ctypes.memmove a page, or one memcpy of the whole.
+    It has pages and cells of its own, as many as the real copy goes through, so that it meets memory just as cold. It
+    takes every second page: then NumPy's loop calls memcpy once a page with no Python in between, and no two pages are
+    one memcpy. Measured to be no slower than a C loop, a ctypes.memmove a page, or one memcpy of the whole.
     """
 
-    def __init__(self, shape: PageShape, cells: Integers, cell_bytes: int) -> None:
-        """Take the cells of a prompt, a row an object."""
+    def __init__(self, shape: PageShape, cells: Sequence[Integers], cell_bytes: int) -> None:
+        """Take the cells of two prompts, a row an object each."""
         page = shape.group.page_bytes[0]
         self._page, self._cells, self._cell_bytes = page, cells, cell_bytes
         self._pages, self._per_cell = shape.pages, cell_bytes // page
         # at least two cells of pages: every second one is taken
-        rows = max(len(cells) * shape.pages, 2 * self._per_cell)
+        rows = max(2 * len(cells[0]) * shape.pages, 2 * self._per_cell)
         self._pool = _allocate(rows * page).reshape(rows, page)
         self._pool[:] = 1  # memory that was never written does not exist yet
-        self._calls = 0
+        self._calls = self._prompts = 0
+
+    def new_prompt(self) -> None:
+        """Go on to the cells of the other prompt."""
+        self._prompts += 1
 
     def store(self, arena: Bytes, chunk: int) -> None:
         """From pages to the cells of object number `chunk`."""
@@ -103,7 +108,7 @@ class PlainCopy:
 
     def _pairs(self, arena: Bytes, chunk: int) -> list[tuple[Bytes, Bytes]]:
         pairs, left = [], self._pages
-        for cell in self._cells[chunk].tolist():
+        for cell in self._cells[self._prompts % 2][chunk].tolist():
             count = min(left, self._per_cell)
             left -= count
             start = cell * self._cell_bytes

@@ -14,7 +14,7 @@ def measure(quick: bool, step: Step) -> list[Figure]:
     figures: list[Figure] = []
     for shape in page_shapes():
         # a full prompt is several times what a CPU caches
-        figures += measure_copying(shape, 1 if quick else 15, 32 * MIB if quick else 192 * MIB, step)
+        figures += measure_copying(shape, 1 if quick else 15, 32 * MIB if quick else 128 * MIB, step)
     figures += measure_lookups(2 if quick else 16, 512, 20 if quick else 1000, step)
     figures += measure_startup(1 if quick else 5, step)
     return figures

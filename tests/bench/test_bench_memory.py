@@ -70,13 +70,15 @@ def test_the_yardstick_moves_as_many_bytes_as_an_object_has_and_touches_no_other
     shape = PageShape("test", geometry, 16 * BLOCKS)
     cell = 4 * PAGE + 512  # a cell with an unused end
     arena = np.zeros(20 * cell, np.uint8)
-    plain = PlainCopy(shape, np.array([[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]), cell)
+    plain = PlainCopy(shape, [np.array([[0, 2, 4, 6, 8]]), np.array([[10, 12, 14, 16, 18]])], cell)
 
-    plain.store(arena, 1)
+    plain.new_prompt()
+    plain.store(arena, 0)
 
     assert np.count_nonzero(arena) == shape.object_bytes == 20 * PAGE
     for number in (10, 12, 14, 16, 18):
         assert arena[number * cell : number * cell + 4 * PAGE].all()
     arena[:] = 7
+    plain.new_prompt()
     plain.load(arena, 0)
     assert np.count_nonzero(plain._pool == 7) == shape.object_bytes
