@@ -96,7 +96,7 @@ class Client:
             self._first_attempt.set()
             if link is not None:
                 pause = self.settings.retry_min
-                self._watch(link)
+                self._watch_safely(link)
             # engines of one host must not all come back in the same instant
             elif not self._closing.wait(pause * random.uniform(0.5, 1.0)):  # noqa: S311
                 pause = min(pause * 2, self.settings.retry_max)
@@ -139,6 +139,13 @@ class Client:
                     self._on_refused(error)
             except Exception:
                 log.exception("telling that the server refused this engine failed")
+
+    def _watch_safely(self, link: Link) -> None:
+        try:
+            self._watch(link)
+        except Exception:  # as above
+            log.exception("watching the link to %s failed", self.address)
+            link.close()
 
     def _watch(self, link: Link) -> None:
         """Return when the link has ended: by end of file, by somebody giving it up, or because the client closes."""
