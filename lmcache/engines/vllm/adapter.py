@@ -33,7 +33,8 @@ class VllmAdapter(EngineAdapter):
     engine = ENGINE
     module = "lmcache.engines.vllm.connector"
     status: ClassVar[str] = (
-        "full attention and MLA, tensor parallel; proved on vLLM 0.32 for CPU with tiny Llama and DeepSeek-V3 models"
+        "full attention and MLA, tensor parallel; proved on vLLM 0.32 for CPU with tiny Llama and DeepSeek-V3 models, "
+        "GLM-5.3's pages by their bytes; copies from accelerators are proved on CPU memory only"
     )
 
 

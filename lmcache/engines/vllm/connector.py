@@ -89,9 +89,11 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
     # -------------------------------------------------------------------------------------------- worker: its beginning
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Describe the pages, and connect. Called once, when vLLM has allocated its KV cache."""
+        """Describe the pages, and connect. Called when vLLM has allocated its KV cache; again if it allocates anew."""
         from lmcache.engines.vllm.registration import register_pages
 
+        if self._worker is not None:
+            self._worker.close()
         found = register_pages(
             self._vllm_config, self._kv_cache_config, self._groups, kv_caches, self._ranks, self._settings
         )

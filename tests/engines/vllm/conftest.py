@@ -24,7 +24,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def llama_stand(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+def plain(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """The same engine without any connector: what every answer has to equal."""
+    engine = EngineProcess(
+        {"model": str(models / "llama"), "enable_prefix_caching": False} | SHARED_ENGINE,
+        tmp_path_factory.mktemp("plain") / "engine.log",
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def llama_stand(models: Path, plain: EngineProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     """The Llama engine that most tests share: prefills in pieces that are no multiple of a chunk, few blocks.
 
     It starts without a server; each module starts its own.
@@ -38,17 +49,9 @@ def llama_stand(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     )
     try:
         stand.start_engine()
+        # the two start side by side
+        plain.await_start()
+        stand.engine.await_start()
         yield stand
     finally:
         stand.close()
-
-
-@pytest.fixture(scope="session")
-def plain(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """The same engine without any connector: what every answer has to equal."""
-    engine = EngineProcess(
-        {"model": str(models / "llama"), "enable_prefix_caching": False} | SHARED_ENGINE,
-        tmp_path_factory.mktemp("plain") / "engine.log",
-    )
-    yield engine
-    engine.close()

@@ -64,6 +64,26 @@ def test_chunks_of_256_and_of_1024_cache_what_the_recipe_says_of_5040_tokens(sta
     assert cached == {256: 4864, 1024: 4096}
 
 
+def test_a_server_that_refuses_the_engine_is_named_in_its_log_and_costs_only_the_cache(
+    llama_stand: Stand, plain: EngineProcess
+) -> None:
+    ids = prompt(53, 600)
+    [expected] = plain.generate(ids)
+    llama_stand.server.kill()
+    llama_stand.server.start("--chunk-size", "100")
+    try:
+        end = time.monotonic() + 30
+        while "refuses this engine" not in (log := llama_stand.engine.log.read_text()) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert "chunk size 100 is not a multiple of 128, the tokens per block of KV group 0" in log
+        [answer] = llama_stand.engine.generate(ids)
+        llama_stand.engine.forget()
+        assert answer["cached"] == 0
+        assert same_answer(expected, answer)
+    finally:
+        llama_stand.server.kill()
+
+
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_a_server_that_ends_or_stops_while_requests_run_costs_only_the_cache(
     stand: Stand, engine: EngineProcess, server: ServerProcess, plain: EngineProcess, fault: signal.Signals
@@ -160,7 +180,7 @@ def test_a_server_lost_between_lookup_and_load_leads_to_one_recompute(
         stand.await_engine()
     gated.run("gate.set()")
     answer = gated.call("finish")["lost"]
-    assert answer["finish"] == "length"
+    assert (answer["finish"], answer["cached"]) == ("length", 0)
     assert same_answer(cold, answer)
     if restarted:
         gated.forget()
@@ -185,8 +205,8 @@ def test_a_server_killed_while_bytes_are_copied_leads_to_one_recompute(
         [answer] = engine.generate(ids)
     finally:
         engine.run("del loader._copy_in")
+    assert (answer["finish"], answer["cached"]) == ("length", 0)
     assert same_answer(cold, answer)
-    assert answer["finish"] == "length"
 
 
 PLANT = {
@@ -210,7 +230,7 @@ def test_a_load_that_fails_is_recomputed_once_and_not_tried_again(
         [answer] = engine.generate(ids)
     finally:
         engine.run(UPROOT)
-    assert answer["finish"] == "length"
+    assert (answer["finish"], answer["cached"]) == ("length", 0)
     assert same_answer(cold, answer)
     assert server.quiet()["counters"]["lookups"] - before == 1
     engine.forget()

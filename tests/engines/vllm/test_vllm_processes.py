@@ -57,7 +57,8 @@ def test_two_ranks_hit_with_the_same_answer_and_a_killed_engine_leaves_nothing(
     stand = Stand(tmp_path, models / "llama", clients=3, tensor_parallel_size=2, **SHARED_ENGINE)
     try:
         stand.serve(*CHUNK)
-        stand.start_engine(VLLM_ENABLE_V1_MULTIPROCESSING="1")
+        # forked, because a spawned process imports for half a minute what its parent has imported already
+        stand.start_engine(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_WORKER_MULTIPROC_METHOD="fork")
         stand.await_engine()
         for length, hit in ((1537, 1536), (2600, 2560)):
             ids = prompt(length, length)
