@@ -102,7 +102,7 @@ class Copier:
             raise IndexError(f"{len(block_ids)} block ids for an object of {self.layout.blocks} blocks")
         ids = self._ids(block_ids, 0)
         offsets = self._offsets(arena, cells)
-        for grid, rows, window in self._calls(arena, offsets, ids, None):
+        for grid, rows, window in self._calls(arena, offsets, ids, None, spread=False):
             # mode="raise" would gather into a temporary first
             grid.take(rows, 0, window, "clip")
         for lane in self._page_lanes:
@@ -121,15 +121,22 @@ class Copier:
         offsets = self._offsets(arena, cells)
         positions = range(first, first + len(block_ids))
         whole = len(positions) == self.layout.blocks
-        for grid, rows, window in self._calls(arena, offsets, ids, None if whole else positions):
+        # `take` above wants its output in one piece; here what is read may lie apart
+        for grid, rows, window in self._calls(arena, offsets, ids, None if whole else positions, spread=True):
             grid[rows] = window
         for lane in self._page_lanes:
             lane.load(arena, offsets, ids, positions)
 
-    def _calls(self, arena: Bytes, offsets: Sequence[int], ids: Integers, positions: range | None) -> list[_Call]:
+    def _calls(
+        self, arena: Bytes, offsets: Sequence[int], ids: Integers, positions: range | None, *, spread: bool
+    ) -> list[_Call]:
         """Every call that moves rows, before the first is made: that one drives this code out of the CPU's caches."""
         rows = {lane.plan: lane.plan.rows(ids) for lane in self._row_lanes}
-        return [call for lane in self._row_lanes for call in lane.calls(arena, offsets, rows[lane.plan], positions)]
+        return [
+            call
+            for lane in self._row_lanes
+            for call in lane.calls(arena, offsets, rows[lane.plan], positions, spread=spread)
+        ]
 
     def _ids(self, block_ids: Sequence[int], first: int) -> Integers:
         """Block ids by kept position; positions that are not copied get block 0 and are never looked at."""
@@ -209,24 +216,50 @@ class _RowLane:
             for i, j in itertools.pairwise(bounds)
         ]
 
-    def calls(self, arena: Bytes, offsets: Sequence[int], rows: Integers, positions: range | None) -> list[_Call]:
-        """The calls that move the rows of kept `positions`, or of all. Runs that meet in the arena are one call."""
+    def calls(
+        self, arena: Bytes, offsets: Sequence[int], rows: Integers, positions: range | None, *, spread: bool
+    ) -> list[_Call]:
+        """The calls that move the rows of kept `positions`, or of all.
+
+        Equal runs of adjacent cells are one call if they fill their cells, and with `spread` if they do not.
+        """
         runs = self._whole
         if positions is not None:
             block = self.plan.block
             runs = self._runs(np.flatnonzero((block >= positions.start) & (block < positions.stop)))
         calls: list[_Call] = []
-        first = stop = start = end = 0
-        for run in runs:
-            place = offsets[run.cell] + run.offset
-            # a cell that is filled to its end, and followed by the next cell of the arena
-            if place != end or run.start != stop:
-                if stop > first:
-                    calls.append((self._grid, rows[first:stop], arena[start:end].reshape(-1, self._row)))
-                first, start = run.start, place
-            stop, end = run.stop, place + (run.stop - run.start) * self._row
-        calls.append((self._grid, rows[first:stop], arena[start:end].reshape(-1, self._row)))
+        at = 0
+        while at < len(runs):
+            run = runs[at]
+            place, size = offsets[run.cell] + run.offset, (run.stop - run.start) * self._row
+            gapless = size == self._cell_bytes
+            count = self._alike(runs, at, offsets) if gapless or spread else 1
+            some = rows[run.start : runs[at + count - 1].stop]
+            if gapless or count == 1:
+                calls.append((self._grid, some, arena[place : place + count * size].reshape(-1, self._row)))
+            else:
+                shape, strides = (count, size // self._row, self._row), (self._cell_bytes, self._row, 1)
+                window = np.lib.stride_tricks.as_strided(arena[place:], shape, strides)
+                calls.append((self._grid, some.reshape(count, -1), window))
+            at += count
         return calls
+
+    def _alike(self, runs: Sequence[_Run], at: int, offsets: Sequence[int]) -> int:
+        """How many runs from number `at` on have the same place in cells that follow each other, and as many rows."""
+        first = runs[at]
+        rows, cell = first.stop - first.start, offsets[first.cell]
+        count = 1
+        while at + count < len(runs):
+            run = runs[at + count]
+            if (
+                offsets[run.cell] != cell + count * self._cell_bytes
+                or run.offset != first.offset
+                or run.start != first.start + count * rows
+                or run.stop != run.start + rows
+            ):
+                break
+            count += 1
+        return count
 
 
 class _PageLane:

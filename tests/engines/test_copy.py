@@ -259,20 +259,26 @@ def test_an_arena_between_two_layers_does_not_make_numpy_copy_twice() -> None:
     assert peak < page // 2
 
 
-def calls_of_a_copy(copier: Copier, cells: Sequence[int], block_ids: Sequence[int]) -> int:
+def calls_of_a_copy(copier: Copier, cells: Sequence[int], block_ids: Sequence[int]) -> tuple[int, int]:
+    """Of a store, and of a load."""
     arena = np.zeros((max(cells) + 1) << 20, np.uint8)
-    return len(copier._calls(arena, copier._offsets(arena, cells), copier._ids(block_ids, 0), None))
+    offsets, ids = copier._offsets(arena, cells), copier._ids(block_ids, 0)
+    store, load = (len(copier._calls(arena, offsets, ids, None, spread=spread)) for spread in (False, True))
+    return store, load
 
 
 @pytest.mark.parametrize("storage", [contiguous, block_major])
-def test_the_usual_storages_are_copied_in_one_call_a_cell(
+def test_the_usual_storages_are_stored_in_one_call_a_cell_and_loaded_in_fewer(
     storage: Callable[[Sequence[int]], tuple[object, list[Bytes]]],
 ) -> None:
-    # 14 such pages fill 98 % of a cell, so that even adjacent cells are no one piece
+    # 14 such pages fill 98 % of a cell, so that even adjacent cells are no one piece; the last cell holds 6
     sizes = [73728] * 12
     layout = object_layout(KVGroup(GroupKind.FULL, 64, tuple(sizes)), 256, 1 << 20)
     _, layers = storage(sizes)
-    assert calls_of_a_copy(Copier(Pages(layers), layout, 1 << 20), [0, 1, 2, 3], [1, 2, 3, 4]) == 4
+    copier = Copier(Pages(layers), layout, 1 << 20)
+    assert calls_of_a_copy(copier, [0, 1, 2, 3], [1, 2, 3, 4]) == (4, 2)
+    assert calls_of_a_copy(copier, [0, 1, 5, 6], [1, 2, 3, 4]) == (4, 3)
+    assert calls_of_a_copy(copier, [6, 4, 2, 0], [1, 2, 3, 4]) == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +290,7 @@ def test_pages_that_fill_adjacent_cells_are_copied_in_one_call(cells: list[int],
     sizes = [65536] * 16
     layout = object_layout(KVGroup(GroupKind.FULL, 64, tuple(sizes)), 256, 1 << 20)
     _, layers = contiguous(sizes)
-    assert calls_of_a_copy(Copier(Pages(layers), layout, 1 << 20), cells, [1, 2, 3, 4]) == calls
+    assert calls_of_a_copy(Copier(Pages(layers), layout, 1 << 20), cells, [1, 2, 3, 4]) == (calls, calls)
 
 
 @pytest.mark.parametrize(
