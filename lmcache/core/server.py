@@ -13,7 +13,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import zmq
 
@@ -195,19 +195,23 @@ class Server:
                 return
             frames = self._router.recv_multipart()
             if len(frames) == 2:
-                with contextlib.suppress(zmq.ZMQError):  # the peer has gone, or does not read
-                    self._router.send_multipart([frames[0], self._answer_tcp(frames[1])], zmq.NOBLOCK)
+                self._send_tcp(frames[0], *self._answer_tcp(frames[1]))
             else:
                 self.service.cache.counters.messages_malformed += 1
 
-    def _answer_tcp(self, data: bytes) -> bytes:
+    def _send_tcp(self, peer: bytes, _reply: Message, body: bytes) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the peer has gone, or does not read
+            self._router.send_multipart([peer, body], zmq.NOBLOCK)
+
+    def _answer_tcp(self, data: bytes) -> tuple[Message, bytes]:
         try:
             request = decode_request(data)
         except ProtocolError as error:
             self.service.cache.counters.messages_malformed += 1
-            return encode(Error(0, ErrorCode.MALFORMED, str(error), "speak the lmcache protocol"))
-        answer = self._guarded(request, self._tcp_reply)
-        return answer[1] if answer else b""
+            unread = Error(0, ErrorCode.MALFORMED, str(error), "speak the lmcache protocol")
+            return unread, encode(unread)
+        # None stands for a store that waits for memory, and there are none on TCP
+        return cast("tuple[Message, bytes]", self._guarded(request, self._tcp_reply))
 
     def _tcp_reply(self, request: Request) -> Message:
         match request:

@@ -188,7 +188,7 @@ def wrap_server() -> None:
     def check(server: Server, *_: Any) -> None:
         try:
             check_invariants(server.service.cache)
-        except AssertionError:
+        except RuntimeError:
             traceback.print_exc()
             os._exit(70)
 
@@ -214,7 +214,7 @@ def wrap_server() -> None:
         Server,
         "_send_tcp",
         nothing,
-        lambda _, server, peer, reply: reach("server:sent:Hello") if type(reply).__name__ == "Welcome" else None,
+        lambda _, server, peer, reply, body: reach("server:sent:Hello") if type(reply).__name__ == "Welcome" else None,
     )
     around(Server, "_ready", nothing, lambda _, server, *rest: check(server))
     around(Server, "_end", nothing, lambda _, server, *rest: check(server))
