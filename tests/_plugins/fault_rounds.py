@@ -34,7 +34,7 @@ from lmcache.core.control import Control, ServerAddress
 from lmcache.errors import LMCacheError
 
 HOSTS = Path(__file__).with_name("fault_points.py")
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 SETTLE_S = 8.0
 VICTIMS = ("server", "engine", "rank")
 ACTIONS = ("kill", "stop")

@@ -183,7 +183,13 @@ class Stand:
         return {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"lmcache.mp.port": self.server.port, "lmcache.start_wait": 0, **extra},
+            # patient, so that a busy machine is not taken for a server that has stopped
+            "kv_connector_extra_config": {
+                "lmcache.mp.port": self.server.port,
+                "lmcache.start_wait": 0,
+                "lmcache.deadline": 5,
+                **extra,
+            },
         }
 
     def start_engine(self, **environment: str) -> None:

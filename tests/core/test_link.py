@@ -13,7 +13,7 @@ import pytest
 from core_stand import CELL, CHUNK, FACTS, GEOMETRY, PATIENCE_S, RunningServer, prompt, wait_until
 
 from lmcache.core import channel
-from lmcache.core.arena import create_segment
+from lmcache.core.arena import MappedArena, create_segment
 from lmcache.core.cells import unpack_cells
 from lmcache.core.control import Control
 from lmcache.core.link import Engine, Link, Pending
@@ -234,6 +234,32 @@ def test_the_last_of_several_copies_unmaps_the_arena(link: Link_) -> None:
         second.close()
 
     assert worker.fileno() == -1
+
+
+def test_the_server_hears_of_the_end_only_when_the_arena_is_unmapped() -> None:
+    """The end of the connection frees the cells for others, so nothing here may touch them any more."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    segment = create_segment(16 * CELL)
+    with theirs:
+        link = Link(ours, PATIENCE_S)
+        link._arena = arena = MappedArena(segment, 16 * CELL)
+        os.close(segment)
+        unmap = arena.close
+        heard: list[bytes] = []
+
+        def watched() -> None:
+            theirs.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                heard.append(theirs.recv(1))
+            unmap()
+            with contextlib.suppress(BlockingIOError):
+                heard.append(theirs.recv(1))
+
+        arena.close = watched  # type: ignore[method-assign]
+        link.close()
+
+        assert heard == []
+        assert theirs.recv(1) == b""
 
 
 def test_a_view_kept_beyond_its_block_does_not_keep_the_link(server: RunningServer, link: Link_) -> None:

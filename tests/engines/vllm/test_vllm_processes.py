@@ -39,9 +39,9 @@ def test_another_engine_finds_what_the_first_one_stored(stand: Stand, models: Pa
         other.engine.await_start()
         stand.server.await_clients(4)
         [warm] = other.engine.generate(ids)
-        assert warm["cached"] == 2560
-        assert same_answer(cold, warm)
         log = other.engine.log.read_text()
+        assert warm["cached"] == 2560, log[-3000:]
+        assert same_answer(cold, warm)
         assert "through lmcache.engines.vllm.connector" in log
         assert "group_tokens_per_block=[128], scheduler_block_size=128" in log
     finally:
@@ -67,7 +67,7 @@ def test_two_ranks_hit_with_the_same_answer_and_a_killed_engine_leaves_nothing(
             stand.server.settle()
             stand.engine.forget()
             [warm] = stand.engine.generate(ids)
-            assert (cold["cached"], warm["cached"]) == (0, hit)
+            assert (cold["cached"], warm["cached"]) == (0, hit), stand.engine.log.read_text()[-3000:]
             assert same_answer(cold, warm)
             assert cold["tokens"] == single["tokens"]
         report = stand.server.quiet()
