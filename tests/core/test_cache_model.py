@@ -35,7 +35,7 @@ from lmcache.errors import Refused
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 from lmcache.plugins.eviction.lru import LRU
 
-EXAMPLES = int(os.environ.get("LMCACHE_MODEL_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("LMCACHE_MODEL_EXAMPLES", "60"))
 STEPS = int(os.environ.get("LMCACHE_MODEL_STEPS", "60"))
 
 MOST_CELLS = 14
@@ -52,7 +52,8 @@ GEOMETRIES = (
 )
 CELL_BYTES = 64
 
-PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=DEPTH).map(tuple)
+PATHS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=DEPTH).map(tuple)
+"""Mostly one prompt, at times a branch of it: so calls meet each other's chunks."""
 
 ALL_PATHS = [path for length in range(1, DEPTH + 1) for path in itertools.product((0, 1), repeat=length)]
 
@@ -385,16 +386,25 @@ class CacheModel(RuleBasedStateMachine):
         self.cache.abort(self.written.pop(reservation).owner, reservation)
         self.ended_reservations.append(reservation)
 
-    @rule(owner=st.integers(0, 9), space=st.integers(0, 1), path=PATHS, start=st.integers(0, 1))
-    def store(self, owner: int, space: int, path: tuple[int, ...], start: int) -> None:
-        """Every rank of a well-behaved engine stores a prompt."""
+    @rule(owner=st.integers(0, 9), space=st.integers(0, 1), path=PATHS, lazy=st.sampled_from([9, 9, 9, 0, 1, 2]))
+    def store(self, owner: int, space: int, path: tuple[int, ...], lazy: int) -> None:
+        """The ranks of a well-behaved engine store a prompt; one of them may not."""
         geometry = self.space(space).geometry
-        for group in range(len(geometry.cached_groups)):
-            for shard in range(geometry.groups[geometry.cached_groups[group]].shards):
+        objects = [
+            (group, shard)
+            for group, number in enumerate(geometry.cached_groups)
+            for shard in range(geometry.groups[number].shards)
+        ]
+        for turn, (group, shard) in enumerate(objects):
+            if turn != lazy:
                 before = set(self.written)
-                self.reserve(owner, space, path, start, group, shard)
+                self.reserve(owner, space, path, 0, group, shard)
                 for reservation in set(self.written) - before:
                     self.commit(sorted(self.written).index(reservation))
+
+    @rule(owner=st.integers(0, 9), space=st.integers(0, 1), path=PATHS)
+    def store_all(self, owner: int, space: int, path: tuple[int, ...]) -> None:
+        self.store(owner, space, path, 9)
 
     @rule(which=st.integers(0, 99), owner=st.integers(0, 9), end=st.sampled_from(["commit", "abort"]))
     def end_what_is_not_ones_own(self, which: int, owner: int, end: str) -> None:
@@ -442,6 +452,10 @@ class CacheModel(RuleBasedStateMachine):
             for rank in range(self.space(space).geometry.ranks):
                 self.open(sorted(self.tickets)[-8:].index(number), rank, 9)
                 self.confirm(len(self.copies) - 1)
+
+    @rule(owner=st.integers(0, 9), space=st.integers(0, 1), path=PATHS)
+    def load_another(self, owner: int, space: int, path: tuple[int, ...]) -> None:
+        self.load(owner, space, path)
 
     @precondition(lambda self: self.tickets)
     @rule(which=st.integers(0, 99), rank=st.integers(0, 1), space=st.integers(0, 9))
