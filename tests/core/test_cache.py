@@ -62,8 +62,8 @@ class Bench:
     ) -> Placement:
         return self.cache.reserve(owner, space or self.space, "", parent, hashes, group, shard)
 
-    def store(self, hashes: Sequence[ChainHash], parent: bytes = b"", **where: int) -> Placement:
-        placement = self.reserve(hashes, parent, **where)  # type: ignore[arg-type]
+    def store(self, hashes: Sequence[ChainHash], parent: bytes = b"", **where: Any) -> Placement:
+        placement = self.reserve(hashes, parent, **where)
         if placement.reservation:
             self.cache.commit(where.get("owner", WRITER), placement.reservation)
         return placement
@@ -381,6 +381,42 @@ def test_a_hole_does_not_protect_the_chunks_above_it(make: Make) -> None:
 
     assert bench.reserve(prompt("b", 1), space=big).placed == GRANTED
     assert bench.space.nodes == {}
+
+
+def test_a_hole_whose_orphans_made_room_for_another_chunk_is_forgotten(make: Make) -> None:
+    bench = make(2)
+    a, x = prompt("a", 2), prompt("x", 2)
+    head = bench.reserve(a[:1])
+    bench.store(a[1:], parent=a[0], owner=OTHER)
+    bench.cache.abort(WRITER, head.reservation)
+    bench.reserve(prompt("being written", 1), owner=OTHER)
+
+    assert bench.store([*x, a[0]]).placed == GRANTED
+    assert bench.resident([*x, *a]) == [True, False, False, False]
+
+
+def test_a_hole_that_is_the_parent_of_what_is_stored_keeps_its_place(make: Make) -> None:
+    """Its only child is evicted for the new one, and the new one must still hang from it."""
+    bench = make(2)
+    a, b = prompt("a", 2), prompt("b", 1)
+    head = bench.reserve(a[:1])
+    bench.store(a[1:], parent=a[0], owner=OTHER)
+    bench.cache.abort(WRITER, head.reservation)
+    bench.reserve(prompt("being written", 1), owner=OTHER)
+
+    assert bench.store(b, parent=a[0]).placed == GRANTED
+    assert bench.resident([*a, *b]) == [True, False, True]
+
+
+def test_nothing_is_evicted_for_half_an_object(make: Make) -> None:
+    bench = make(3)
+    a = prompt("a", 3)
+    bench.store(a)
+    pairs = bench.add_namespace(Geometry((KVGroup(GroupKind.FULL, 16, (2 * CELL,)),)))
+
+    assert bench.store(prompt("b", 2), space=pairs).placed == GRANTED
+    assert bench.resident(a) == [True, False, False]
+    assert bench.cache.counters.cells_evicted == 2
 
 
 def test_what_a_ticket_holds_is_never_evicted_and_goes_after_it(make: Make) -> None:
