@@ -1,6 +1,7 @@
 """The Unix socket: what is refused and how, and that no client, however it behaves, hurts another."""
 
 import contextlib
+import gc
 import os
 import random
 import socket
@@ -548,6 +549,28 @@ def test_a_client_that_hangs_up_with_answers_unread_is_gone_like_any_other(serve
 
     wait_until(lambda: server.gauge("clients") == 0)
     assert server.gauge("cells_used") == 0
+
+
+def test_no_request_leaves_cyclic_garbage(server: RunningServer, dial: Dial) -> None:
+    """The server runs without the cyclic collector: whatever it would have to find is a leak."""
+    one = worker(dial)
+    gc.collect()
+    for number in range(100):  # more chunks than cells, so that eviction is among them
+        for stranger in (dial(), dial()):
+            stranger.socket.sendall(framed(b"hello") if number % 2 else b"\5")
+            stranger.close()
+        worker(dial, model=f"m{number}").close()
+        reserved = one.ask(Reserve(1, "", b"", number.to_bytes(16, "little"), 0, 0))
+        assert isinstance(reserved, Reserved)
+        assert one.ask(Commit(2, reserved.reservation)) == Done(2)
+        assert isinstance(one.ask(Commit(3, reserved.reservation)), Error)
+        found = one.ask(Lookup(4, "", number.to_bytes(16, "little"), 16))
+        assert isinstance(found, Found)
+        assert one.ask(Drop(5, found.ticket)) == Done(5)
+    wait_until(lambda: len(server.server._connections) == 1)
+
+    assert server.counter("chunks_evicted") == 36
+    assert gc.collect() < 50  # of the test's own, at most: a leak would be hundreds
 
 
 FOREIGNER = """
