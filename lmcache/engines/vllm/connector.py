@@ -24,6 +24,7 @@ from lmcache.core.client import Client, Engine
 from lmcache.core.protocol import Role
 from lmcache.engines.vllm.checks import check_parallelism, check_version
 from lmcache.engines.vllm.describe import SpecGroup, logged_blocks, spec_groups
+from lmcache.engines.vllm.offering import Offering
 from lmcache.engines.vllm.orders import StepOrders
 from lmcache.engines.vllm.scheduler import SchedulerSide
 from lmcache.engines.vllm.settings import Settings, read_settings
@@ -160,9 +161,13 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = SchedulerSide(
             self._connect(Engine(first.facts, first.geometry, Role.SCHEDULER)),
             first.geometry,
+            Offering(
+                first.geometry,
+                [number for number, group in enumerate(self._groups) if group.handed_over],
+                decode=self._settings.store_decode,
+            ),
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
-            decode=self._settings.store_decode,
         )
 
     def on_new_request(self, request: Any) -> None:
@@ -186,7 +191,11 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return StepMetadata(StepOrders())
         state = scheduler_output.kv_connector_block_state
-        return StepMetadata(self._scheduler.step(scheduler_output.num_scheduled_tokens, state.get_block_ids))
+        return StepMetadata(
+            self._scheduler.step(
+                scheduler_output.num_scheduled_tokens, state.get_block_ids, state.boundary_state_offloads
+            )
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Learn which loads have ended, on all ranks."""

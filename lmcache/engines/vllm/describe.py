@@ -4,6 +4,7 @@ Both are made in each worker, from the specs and from the tensors that vLLM regi
 where a page lies, and how long it is, follows from strides alone.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ Classify = Callable[[str, object], GroupKind | None]
 
 UNKNOWN_LAYOUT = "report it: this vLLM lays out its KV cache in a way that lmcache does not know"
 
-SERVED = frozenset({GroupKind.FULL, GroupKind.SCRATCH})
-"""Kinds that this connector stores and loads, or may skip."""
+HAND_OVER = "align"
+"""vLLM's mode of recurrent groups that tells connectors, step by step, which block holds which snapshot."""
+RECURRENT_MODES = frozenset({HAND_OVER, "all"})
 
 
 @attrs.frozen
@@ -36,6 +38,12 @@ class SpecGroup:
     """Ranks that hold distinct bytes."""
     layers: tuple[str, ...]
     """Empty for scratch."""
+    window: int = 0
+    """Tokens of a sliding window or of a chunked-local span."""
+    handed_over: bool = False
+    """vLLM names the blocks of its snapshots in each step; their place in the block table says nothing."""
+    specs: str = ""
+    """vLLM's own words for what is in a page: a fact of the namespace."""
 
 
 @attrs.frozen
@@ -67,22 +75,61 @@ def _spec_group(number: int, group: Any, ranks: int, classify: Classify) -> Spec
     # vLLM rebuilds such groups itself from the group they replicate
     if not getattr(group, "enable_kv_transfer", True):
         return SpecGroup(GroupKind.SCRATCH, 0, 1, ())
+    name = f"KV group {number} of {type(spec).__name__} (layer {layers[0] if layers else 'none'}, …)"
+    if getattr(group, "host_resident", False):
+        raise GeometryError(f"{name} lives in a pool of its own in host memory", remedy="switch HiSparse off")
     kinds = {_kind(number, layer, one, classify) for layer, one in _layer_specs(spec, layers)}
     if len(kinds) != 1:
         raise GeometryError(
-            f"KV group {number} ({layers[0]}, …) mixes layers of kinds {sorted(kind.value for kind in kinds)}",
+            f"{name} mixes layers of kinds {sorted(kind.value for kind in kinds)}",
             remedy="answer one kind for all of its specs in `lmcache_classify_kv_spec`",
         )
     kind = kinds.pop()
     if kind is GroupKind.SCRATCH:
         return SpecGroup(kind, 0, 1, ())
-    if kind not in SERVED:
+    return SpecGroup(
+        kind,
+        spec.block_size,
+        _shards(spec, ranks),
+        layers,
+        window=_window(name, kind, spec),
+        handed_over=kind is GroupKind.RECURRENT and _recurrent_mode(name, spec) == HAND_OVER,
+        specs="; ".join(sorted({repr(one) for _, one in _layer_specs(spec, ())})),
+    )
+
+
+def _one_fact(name: str, spec: Any, read: Callable[[Any], Any], what: str) -> Any:
+    """What all layers of a group agree on. Raises GeometryError where they do not, or do not say."""
+    facts = {read(one) for _, one in _layer_specs(spec, ())}
+    if len(facts) != 1 or None in facts:
         raise GeometryError(
-            f"KV group {number} of {type(spec).__name__} (layer {layers[0]}, …) is {kind.value}, "
-            "which this version of the vLLM connector does not serve",
-            remedy="run this model without the connector, or with a later lmcache",
+            f"{name} has {what} {', '.join(map(str, sorted(facts, key=str)))}", remedy="describe layers alike, or apart"
         )
-    return SpecGroup(kind, spec.block_size, _shards(spec, ranks), layers)
+    return facts.pop()
+
+
+def _window(name: str, kind: GroupKind, spec: Any) -> int:
+    match kind:
+        case GroupKind.SLIDING_WINDOW:
+            window = _one_fact(name, spec, lambda one: getattr(one, "sliding_window", None), "a window of")
+            # kept for drafts that vLLM may have to take back; its block table expects them in a hit as well
+            extra = _one_fact(name, spec, lambda one: getattr(one, "extra_retained_tokens", 0), "retained tokens of")
+            return int(window + extra)
+        case GroupKind.CHUNKED_LOCAL:
+            return int(_one_fact(name, spec, lambda one: getattr(one, "attention_chunk_size", None), "a span of"))
+        case _:
+            return 0
+
+
+def _recurrent_mode(name: str, spec: Any) -> str:
+    """In which of vLLM's modes the group keeps snapshots. Raises GeometryError where it keeps none."""
+    mode = str(_one_fact(name, spec, lambda one: getattr(one, "mamba_cache_mode", None), "a cache mode of"))
+    if mode not in RECURRENT_MODES:
+        raise GeometryError(
+            f"{name} is recurrent and keeps no state snapshots (mamba_cache_mode is {mode})",
+            remedy=f"start vLLM with --enable-prefix-caching --mamba-cache-mode {HAND_OVER}",
+        )
+    return mode
 
 
 def _layer_specs(spec: Any, layers: Sequence[str]) -> Iterable[tuple[str, Any]]:
@@ -104,10 +151,19 @@ def _kind(number: int, layer: str, spec: object, classify: Classify) -> GroupKin
 
 def _shards(spec: Any, ranks: int) -> int:
     """How many of the ranks hold distinct bytes; vLLM gives replicas to neighbours, as `Geometry.shard_of` does."""
-    limits = {getattr(one, "max_tp_shards", None) for _, one in _layer_specs(spec, ())}
+    limits = {_shard_limit(one) for _, one in _layer_specs(spec, ())}
     limit = limits.pop() if len(limits) == 1 else None
     # where it is not known, or does not divide, nothing is shared: that costs memory and is never wrong
     return limit if limit and ranks % limit == 0 else ranks
+
+
+def _shard_limit(spec: Any) -> int | None:
+    return 1 if getattr(spec, "tp_replicated", False) else getattr(spec, "max_tp_shards", None)
+
+
+def spec_facts(groups: Sequence[SpecGroup]) -> dict[str, str]:
+    """Facts of the namespace: what vLLM says is in the pages of each group, where their sizes alone do not tell."""
+    return {f"kv.specs.{number}": group.specs for number, group in enumerate(groups) if group.layers}
 
 
 def logged_blocks(groups: Sequence[SpecGroup]) -> str:
@@ -146,8 +202,13 @@ def page_view(layer: str, tensor: Any, blocks: int) -> PageView:
 def build_geometry(
     groups: Sequence[SpecGroup], views: Mapping[str, PageView], ranks: int, hit_alignment: int
 ) -> Geometry:
-    """Put specs and pages together. `hit_alignment` is vLLM's own granularity of hits, in tokens."""
-    return Geometry(tuple(_kv_group(group, views) for group in groups), ranks, hit_alignment)
+    """Put specs and pages together. `hit_alignment` is vLLM's own granularity of hits, in tokens; 0 if it has none.
+
+    vLLM itself may hit inside a block of a recurrent group. A chunk keeps no such snapshot, so hits of ours end at
+    block ends, which every granularity of vLLM's allows.
+    """
+    whole = Geometry(tuple(_kv_group(group, views) for group in groups), ranks)
+    return attrs.evolve(whole, hit_alignment=math.lcm(hit_alignment or 1, whole.block_multiple))
 
 
 def _kv_group(group: SpecGroup, views: Mapping[str, PageView]) -> KVGroup:
@@ -157,6 +218,7 @@ def _kv_group(group: SpecGroup, views: Mapping[str, PageView]) -> KVGroup:
         group.kind,
         group.tokens_per_block,
         tuple(views[layer].page_bytes for layer in group.layers),
+        window=group.window,
         shards=group.shards,
         layers=group.layers,
     )

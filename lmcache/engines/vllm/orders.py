@@ -2,6 +2,9 @@
 
 import attrs
 
+NULL_BLOCK = 0
+"""vLLM's block for positions that hold nothing, in every group: never stored, never loaded into."""
+
 
 @attrs.frozen
 class LoadOrder:
@@ -30,7 +33,11 @@ class StoreOrder:
     hashes: bytes
     """Joined chain hashes of these chunks."""
     blocks: tuple[list[int], ...]
-    """For each group, the ids of all blocks of these chunks, in order; empty for scratch."""
+    """For each group, the ids of the blocks that these chunks keep (`geometry.chunking.kept_span`), chunk after chunk.
+
+    `NULL_BLOCK` where vLLM holds none: behind a window, or where there is no state snapshot. Empty for scratch. Ids of
+    groups that are not full are good for this step only: vLLM may give such blocks to others before the next one.
+    """
 
 
 @attrs.frozen

@@ -9,12 +9,20 @@ import torch
 import vllm
 
 from lmcache.engines.copy import Copier, Pages
-from lmcache.engines.vllm.describe import PageView, SpecGroup, build_geometry, cached_layers, page_array, page_view
+from lmcache.engines.vllm.copying import Kernels, MakeCopier, NoKernels
+from lmcache.engines.vllm.describe import (
+    PageView,
+    SpecGroup,
+    build_geometry,
+    cached_layers,
+    page_array,
+    page_view,
+    spec_facts,
+)
 from lmcache.engines.vllm.identity import device_facts, namespace_facts, page_facts
 from lmcache.engines.vllm.settings import Settings
 from lmcache.engines.vllm.staging import Device, StagedCopier, StagedPages
 from lmcache.engines.vllm.views import StorageBytes
-from lmcache.engines.vllm.worker import Kernels, MakeCopier, NoKernels
 from lmcache.errors import ConfigError
 from lmcache.geometry.groups import Geometry
 
@@ -41,6 +49,7 @@ def register_pages(
 ) -> Registration:
     """Describe the KV caches, prepare to copy them. Raises GeometryError or ConfigError for what cannot be copied."""
     blocks = kv_cache_config.num_blocks
+    groups = [without_borrowers(group, kv_caches) for group in groups]
     names = cached_layers(groups, kv_caches)
     views = {name: page_view(name, kv_caches[name], blocks) for name in names}
     geometry = build_geometry(groups, views, ranks, kv_cache_config.cache_hit_alignment_tokens or 0)
@@ -54,6 +63,7 @@ def register_pages(
     facts = (
         namespace_facts(vllm_config, vllm.__version__, settings.weights_id, _backends(vllm_config, names))
         | page_facts([views[name] for name in names], [kv_caches[name] for name in names])
+        | spec_facts(groups)
         | device_facts(device.type, _cpu_features())
     )
     staged = settings.staging or device.type != "cpu"
@@ -65,6 +75,16 @@ def register_pages(
         for number in geometry.cached_groups
     }
     return Registration(facts, geometry, makers, Device(device) if staged else NoKernels())
+
+
+def without_borrowers(group: SpecGroup, kv_caches: Mapping[str, torch.Tensor]) -> SpecGroup:
+    """Leave out layers that read another one's pages: vLLM adds them to its groups once it has made the tensors."""
+    owners: dict[tuple[int, int], str] = {}
+    for name in group.layers:
+        if name in kv_caches:
+            owners.setdefault((kv_caches[name].data_ptr(), kv_caches[name].stride(0)), name)
+    own = [name for name in group.layers if name not in kv_caches or name in owners.values()]
+    return attrs.evolve(group, layers=tuple(own))
 
 
 def _direct(tensors: Sequence[torch.Tensor], views: Sequence[PageView], blocks: int) -> MakeCopier:

@@ -13,95 +13,28 @@ failed is never looked up again, for vLLM asks again at once and would load the 
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
-import attrs
-
-from lmcache.core.keys import HASH_BYTES, ChainHasher
-from lmcache.core.protocol import Found
-from lmcache.engines.vllm.content import Content, EngineRequest, NeverCached, content_of
+from lmcache.engines.vllm.content import EngineRequest, NeverCached, content_of
+from lmcache.engines.vllm.offering import Offering, Snapshot
 from lmcache.engines.vllm.orders import LoadOrder, StepOrders, StoreOrder
+from lmcache.engines.vllm.tracked import (
+    Askable,
+    Asked,
+    BlockTable,
+    Held,
+    SchedulerClient,
+    Settled,
+    Tracked,
+)
 from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.geometry.groups import Geometry
+from lmcache.geometry.hits import longest_hit
 
 log = logging.getLogger(__name__)
 
-BlockTable = tuple[list[int], ...]
-"""A request's block ids, one list for each KV group."""
-
-
-class PendingLookup(Protocol):
-    """`core.link.Pending`, of a lookup."""
-
-    def poll(self) -> Found | None: ...
-
-
-class SchedulerLink(Protocol):
-    """As much of `core.link.Link` as a scheduler uses."""
-
-    epoch: str
-    namespace: bytes
-    chunk_size: int
-
-    def lookup(self, tenant: str, hashes: bytes, limit: int) -> PendingLookup: ...
-    def drop(self, ticket: int) -> None: ...
-
-
-class SchedulerClient(Protocol):
-    """As much of `core.client.Client` as a scheduler uses."""
-
-    def link(self) -> SchedulerLink: ...
-    def close(self) -> None: ...
-
-
-@attrs.frozen
-class Askable:
-    """Not looked up, or not since it was preempted."""
-
-
-@attrs.frozen
-class Settled:
-    """Hit used, missed, or not to be had: vLLM computes the rest."""
-
-
-@attrs.frozen
-class Asked:
-    """The answer is awaited."""
-
-    link: SchedulerLink
-    pending: PendingLookup
-
-
-@attrs.frozen
-class Held:
-    """A hit, and the ticket that pins it."""
-
-    link: SchedulerLink
-    ticket: int
-    tokens: int
-
-
-@attrs.define
-class _Tracked:
-    """What the scheduler knows of one request."""
-
-    request: EngineRequest
-    content: Content
-    state: Askable | Asked | Held | Settled = Askable()
-    asked_after: int = 0
-    """Store orders that had gone out when it was looked up."""
-    turn: int = -1
-    """Number of preemptions when vLLM first wanted to schedule it in its present life."""
-    computed: int = 0
-    """Tokens that vLLM held itself when it last asked."""
-    hasher: ChainHasher | None = None
-    chunk_size: int = 0
-    """Of `hasher`."""
-    offered: int = 0
-    """Chunks that workers were told to store."""
-    offered_in: tuple[str, int] = ("", 0)
-    """Epoch and number of preemptions that `offered` counts in."""
+NO_SNAPSHOTS: Mapping[str, Sequence[Snapshot]] = MappingProxyType({})
 
 
 class SchedulerSide:
@@ -111,18 +44,18 @@ class SchedulerSide:
         self,
         client: SchedulerClient,
         geometry: Geometry,
+        offering: Offering | None = None,
         *,
         loads: bool = True,
         stores: bool = True,
-        decode: bool = True,
     ) -> None:
-        """`loads` and `stores` follow vLLM's `kv_role`; `decode` also stores chunks that sampled tokens complete."""
+        """`loads` and `stores` follow vLLM's `kv_role`; `offering` decides which chunks are stored."""
         self._client = client
         self._geometry = geometry
+        self._offering = offering or Offering(geometry)
         self._loads = loads
         self._stores = stores
-        self._decode = decode
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._orders: list[LoadOrder] = []
         self._loading: dict[str, Held | None] = {}
         self._abandoned: list[Asked] = []
@@ -139,7 +72,7 @@ class SchedulerSide:
         if isinstance(content, NeverCached):
             self._tell_once(content.reason)
             return
-        tracked = self._tracked[request.request_id] = _Tracked(request, content)
+        tracked = self._tracked[request.request_id] = Tracked(request, content)
         if self._loads and not request.skip_reading_prefix_cache:
             self._ask(tracked)
 
@@ -167,11 +100,11 @@ class SchedulerSide:
             return tracked.state.tokens - computed, True
         return 0, False
 
-    def _hear(self, tracked: _Tracked) -> None:
+    def _hear(self, tracked: Tracked) -> None:
         if isinstance(tracked.state, Asked):
             tracked.state = self._answer(tracked.state)
 
-    def _reconsider(self, tracked: _Tracked) -> None:
+    def _reconsider(self, tracked: Tracked) -> None:
         """Its turn has come: look up again what was resumed, and what may have been stored while it was queued."""
         hit = tracked.state.tokens if isinstance(tracked.state, Held) else 0
         stale = tracked.asked_after != self._store_orders and hit < self._longest(tracked)
@@ -179,16 +112,18 @@ class SchedulerSide:
             self._let_go(tracked)
             tracked.state = Askable()
 
-    def _longest(self, tracked: _Tracked) -> int:
-        """The longest hit that this request could have."""
-        tokens, chunk_size = tracked.request.num_tokens, tracked.chunk_size or 1
-        return min(tokens // chunk_size * chunk_size, tokens - 1) // self._geometry.alignment * self._geometry.alignment
+    def _longest(self, tracked: Tracked) -> int:
+        """The longest hit that this request could have: as if all of it were stored."""
+        if not tracked.chunk_size:
+            return 0
+        everything = [-1] * (tracked.request.num_tokens // tracked.chunk_size)
+        return longest_hit(self._geometry, tracked.chunk_size, everything, tracked.request.num_tokens - 1).tokens
 
-    def _ask(self, tracked: _Tracked) -> None:
+    def _ask(self, tracked: Tracked) -> None:
         tracked.asked_after = self._store_orders
         try:
             link = self._client.link()
-            hashes = self._hashes(tracked, link)
+            hashes = tracked.hashes(link.chunk_size)
             if not hashes:
                 tracked.state = Settled()
                 return
@@ -206,13 +141,6 @@ class SchedulerSide:
         if found is None:
             return asked
         return Held(asked.link, found.ticket, found.tokens) if found.tokens else Settled()
-
-    def _hashes(self, tracked: _Tracked, link: SchedulerLink) -> bytes:
-        """Chain hashes of all whole chunks of the tokens known so far."""
-        if tracked.hasher is None or tracked.chunk_size != link.chunk_size:
-            tracked.chunk_size = link.chunk_size
-            tracked.hasher = ChainHasher(tracked.content.root, link.chunk_size, tracked.content.items)
-        return tracked.hasher.extend_to(tracked.request.all_token_ids)
 
     # ------------------------------------------------------------------------------------------------------- loading
 
@@ -248,8 +176,16 @@ class SchedulerSide:
 
     # ------------------------------------------------------------------------------------------------------- storing
 
-    def step(self, scheduled: Mapping[str, int], block_table: Callable[[str], BlockTable]) -> StepOrders:
-        """The orders of a step in which vLLM computes `scheduled` tokens of each request."""
+    def step(
+        self,
+        scheduled: Mapping[str, int],
+        block_table: Callable[[str], BlockTable],
+        snapshots: Mapping[str, Sequence[Snapshot]] = NO_SNAPSHOTS,
+    ) -> StepOrders:
+        """The orders of a step in which vLLM computes `scheduled` tokens of each request.
+
+        `snapshots` are the recurrent states that the step leaves behind, for each request.
+        """
         self._sweep()
         loads, self._orders = tuple(self._orders), []
         if not self._stores:
@@ -262,35 +198,12 @@ class SchedulerSide:
         for request_id, tokens in scheduled.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
-                chunks = self._whole_chunks(tracked, tokens, link)
+                chunks = self._offering.whole_chunks(tracked, tokens, link)
                 if chunks:
-                    stores.append(self._store_order(tracked, chunks, link, block_table(request_id)))
+                    held = block_table(request_id), snapshots.get(request_id, ())
+                    stores.append(self._offering.order(tracked, chunks, link, *held))
         self._store_orders += len(stores)
         return StepOrders(link.namespace, loads, tuple(stores))
-
-    def _whole_chunks(self, tracked: _Tracked, tokens: int, link: SchedulerLink) -> range:
-        """Numbers of the chunks that are whole by the end of this step and were not offered before."""
-        request = tracked.request
-        # positions beyond `num_tokens` hold drafts that may be refused, or tokens that are not sampled yet
-        known = min(request.num_tokens, request.num_computed_tokens + tokens)
-        if not self._decode:
-            known = min(known, request.num_prompt_tokens)
-        life = (link.epoch, request.num_preemptions)
-        if tracked.offered_in != life:
-            # a new boot of the server holds nothing, and a resumed request has other blocks
-            tracked.offered, tracked.offered_in = 0, life
-        chunks = range(tracked.offered, known // link.chunk_size)
-        tracked.offered = max(tracked.offered, chunks.stop)
-        return chunks
-
-    def _store_order(self, tracked: _Tracked, chunks: range, link: SchedulerLink, table: BlockTable) -> StoreOrder:
-        hashes = self._hashes(tracked, link)[chunks.start * HASH_BYTES : chunks.stop * HASH_BYTES]
-        start, stop = chunks.start * link.chunk_size, chunks.stop * link.chunk_size
-        blocks = tuple(
-            ids[start // group.tokens_per_block : stop // group.tokens_per_block] if group.cached else []
-            for ids, group in zip(table, self._geometry.groups, strict=True)
-        )
-        return StoreOrder(tracked.request.request_id, tracked.content.tenant, chunks.start, hashes, blocks)
 
     # -------------------------------------------------------------------------------------------------------- ending
 
@@ -321,7 +234,7 @@ class SchedulerSide:
         """The engine ends."""
         self._client.close()
 
-    def _let_go(self, tracked: _Tracked) -> None:
+    def _let_go(self, tracked: Tracked) -> None:
         """Give up a lookup or a ticket that no load will use."""
         if isinstance(tracked.state, Asked):
             self._abandoned.append(tracked.state)

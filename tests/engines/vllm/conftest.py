@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_stand import BLOCKS, SHARED_ENGINE, EngineProcess, Stand
+from vllm_stand import BLOCKS, SHARED_ENGINE, EngineProcess, ServerProcess, Stand, free_port
+from worker_stand import CHUNK
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +56,12 @@ def llama_stand(models: Path, plain: EngineProcess, tmp_path_factory: pytest.Tem
         yield stand
     finally:
         stand.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server for tests without an engine, small cells and chunks."""
+    process = ServerProcess(free_port(), tmp_path / "server.log", "--chunk-size", str(CHUNK), "--l1-cell-kb", "64")
+    process.start()
+    yield process
+    process.kill()

@@ -26,6 +26,7 @@ from lmcache.engines.vllm.adapter import lmcache_classify_kv_spec as classify
 from lmcache.engines.vllm.checks import check_version
 from lmcache.engines.vllm.connector import LMCacheMPConnector
 from lmcache.engines.vllm.describe import build_geometry, logged_blocks, page_array, page_view, spec_groups
+from lmcache.engines.vllm.registration import without_borrowers
 from lmcache.engines.vllm.staging import StagedCopier, StagedPages
 from lmcache.engines.vllm.views import StorageBytes
 from lmcache.errors import ConfigError, GeometryError
@@ -227,14 +228,24 @@ def other_ways_to_split_a_model_are_refused() -> None:
         refused(ConfigError, f"{name} is 2", lambda name=name: connector(**{name: 2}))
 
 
-def a_window_is_refused_with_layer_and_class() -> None:
-    window = kv.SlidingWindowSpec(block_size=16, num_kv_heads=4, head_size=64, dtype=BF16, sliding_window=128)
-    groups = [kv.KVCacheGroupSpec(["model.layers.1.attn"], window)]
+def a_recurrent_group_without_snapshots_is_refused_with_layer_and_class() -> None:
+    state = kv.MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(BF16,))
+    groups = [kv.KVCacheGroupSpec(["model.layers.1.mixer"], state)]
     refused(
         GeometryError,
-        "KV group 0 of SlidingWindowSpec (layer model.layers.1.attn, …) is sliding_window",
+        "KV group 0 of MambaSpec (layer model.layers.1.mixer, …) is recurrent and keeps no state snapshots",
         lambda: connector(groups=groups),
     )
+
+
+def a_layer_that_reads_the_pages_of_another_is_left_out() -> None:
+    raw = torch.zeros(2, 6, 32, dtype=torch.uint8)
+    tensors = {"own": raw[0], "also own": raw[1], "borrower": raw[0].view(6, 2, 16)}
+    [group] = spec_groups(
+        SimpleNamespace(kv_cache_groups=[kv.KVCacheGroupSpec(["own", "also own", "borrower"], FULL)]), 1, classify
+    )
+    assert without_borrowers(group, tensors).layers == ("own", "also own")
+    assert without_borrowers(group, {"own": raw[0]}).layers == ("own", "also own", "borrower")
 
 
 def another_vllm_is_refused_only_if_it_lacks_what_is_needed() -> None:
@@ -265,7 +276,8 @@ CHECKS = (
     a_connector_is_a_cache_that_survives_failed_loads,
     a_misspelt_key_is_refused,
     other_ways_to_split_a_model_are_refused,
-    a_window_is_refused_with_layer_and_class,
+    a_recurrent_group_without_snapshots_is_refused_with_layer_and_class,
+    a_layer_that_reads_the_pages_of_another_is_left_out,
     another_vllm_is_refused_only_if_it_lacks_what_is_needed,
 )
 

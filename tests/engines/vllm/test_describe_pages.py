@@ -16,6 +16,7 @@ from lmcache.engines.vllm.describe import (
     logged_blocks,
     page_array,
     page_view,
+    spec_facts,
     spec_groups,
 )
 from lmcache.errors import GeometryError
@@ -122,12 +123,88 @@ def test_an_unknown_spec_is_refused_by_class_layer_and_hook() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"])
-def test_a_kind_that_is_not_served_yet_is_refused_by_class_and_layer(name: str) -> None:
+@pytest.mark.parametrize(
+    ("one", "kind", "window"),
+    [
+        (spec("SlidingWindowSpec", sliding_window=128), GroupKind.SLIDING_WINDOW, 128),
+        # drafts that vLLM may take back need what lies behind the window
+        (spec("SlidingWindowSpec", sliding_window=128, extra_retained_tokens=3), GroupKind.SLIDING_WINDOW, 131),
+        (spec("SlidingWindowMLASpec", sliding_window=512, prefix_cacheable=True), GroupKind.SLIDING_WINDOW, 512),
+        (spec("ChunkedLocalAttentionSpec", attention_chunk_size=8192), GroupKind.CHUNKED_LOCAL, 8192),
+        (spec("FullAttentionSpec", sliding_window=128), GroupKind.FULL, 0),
+    ],
+)
+def test_a_window_is_what_the_block_table_of_a_hit_holds(one: Any, kind: GroupKind, window: int) -> None:
+    [group] = described((one, ["l"]))
+    assert (group.kind, group.window) == (kind, window)
+    geometry = build_geometry([group], {"l": PageView(0, 64, 64, 1)}, 1, 0)
+    assert geometry.groups[0].window == window
+
+
+def test_layers_of_two_windows_in_one_group_are_refused() -> None:
+    wrapped = spec(
+        "UniformTypeKVCacheSpecs",
+        kv_cache_specs={
+            "a": spec("SlidingWindowSpec", sliding_window=128),
+            "b": spec("SlidingWindowSpec", sliding_window=64),
+        },
+    )
+    with pytest.raises(GeometryError, match=r"\(layer a, …\) has a window of 128, 64"):
+        described((wrapped, ["a", "b"]))
+
+
+@pytest.mark.parametrize(("mode", "handed_over"), [("align", True), ("all", False)])
+def test_snapshots_are_handed_over_or_found_by_their_place(mode: str, handed_over: bool) -> None:
+    window, snapshots = described(
+        (spec("SlidingWindowSpec", sliding_window=128), ["a"]),
+        (spec("MambaSpec", mamba_cache_mode=mode), ["b"]),
+        ranks=2,
+    )
+    assert (snapshots.kind, snapshots.handed_over, snapshots.shards) == (GroupKind.RECURRENT, handed_over, 2)
+    assert not window.handed_over
+
+
+def test_a_recurrent_state_that_every_rank_holds_is_stored_once() -> None:
+    [group] = described((spec("MambaSpec", mamba_cache_mode="align", tp_replicated=True), ["l"]), ranks=4)
+    assert group.shards == 1
+
+
+def test_a_recurrent_group_without_snapshots_is_refused_with_the_flag_to_set() -> None:
     with pytest.raises(GeometryError) as refused:
-        described((spec(name), ["model.layers.0.attn"]))
-    assert f"KV group 0 of {name} (layer model.layers.0.attn, …)" in str(refused.value)
-    assert refused.value.remedy == "run this model without the connector, or with a later lmcache"
+        described((spec("MambaSpec", mamba_cache_mode="none"), ["model.layers.0.mixer"]))
+    assert str(refused.value) == (
+        "KV group 0 of MambaSpec (layer model.layers.0.mixer, …) is recurrent and keeps no state snapshots "
+        "(mamba_cache_mode is none); start vLLM with --enable-prefix-caching --mamba-cache-mode align"
+    )
+
+
+def test_a_group_in_a_pool_of_host_memory_is_refused() -> None:
+    cache = config((spec("FullAttentionSpec"), ["l"]))
+    cache.kv_cache_groups[0].host_resident = True
+    with pytest.raises(GeometryError, match=r"\(layer l, …\) lives in a pool of its own.*switch HiSparse"):
+        spec_groups(cache, 1, lmcache_classify_kv_spec)
+
+
+def test_a_group_that_vllm_rebuilds_itself_is_scratch() -> None:
+    cache = config((spec("FullAttentionSpec"), ["l"]))
+    cache.kv_cache_groups[0].enable_kv_transfer = False
+    [group] = spec_groups(cache, 1, lmcache_classify_kv_spec)
+    assert (group.kind, group.layers) == (GroupKind.SCRATCH, ())
+
+
+def test_what_vllm_says_of_a_page_is_a_fact_though_its_size_is_the_same() -> None:
+    first, second = (described((spec("FullAttentionSpec", __repr__=lambda _, d=d: d), ["l"])) for d in ("fp8", "int8"))
+    assert spec_facts(first) == {"kv.specs.0": "fp8"}
+    assert spec_facts(first) != spec_facts(second)
+
+
+@pytest.mark.parametrize(("vllms", "ours"), [(0, 192), (64, 192), (16, 192), (384, 384), (128, 384)])
+def test_hits_end_where_vllm_allows_and_every_group_has_a_block_end(vllms: int, ours: int) -> None:
+    groups = described(
+        (spec("FullAttentionSpec", block_size=64), ["a"]), (spec("FullAttentionSpec", block_size=96), ["b"])
+    )
+    views = {"a": PageView(0, 64, 64, 1), "b": PageView(0, 64, 64, 1)}
+    assert build_geometry(groups, views, 1, vllms).alignment == ours
 
 
 def test_layers_of_two_kinds_in_one_group_are_refused() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from lmcache.core.keys import ChainHasher, chain_root
 from lmcache.core.protocol import Found
-from lmcache.engines.vllm.orders import LoadOrder, StepOrders
+from lmcache.engines.vllm.offering import Offering
+from lmcache.engines.vllm.orders import NULL_BLOCK, LoadOrder, StepOrders
 from lmcache.engines.vllm.scheduler import SchedulerSide
 from lmcache.errors import DeadlineExceeded, LMCacheError, ServerUnavailable
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
@@ -100,9 +101,9 @@ class FakeRequest:
 class Stage:
     """A scheduler's half and what it talks to."""
 
-    def __init__(self, **options: bool) -> None:
+    def __init__(self, decode: bool = True, **options: bool) -> None:
         self.client = FakeClient()
-        self.side = SchedulerSide(self.client, GEOMETRY, **options)
+        self.side = SchedulerSide(self.client, GEOMETRY, Offering(GEOMETRY, decode=decode), **options)
 
     @property
     def link(self) -> FakeLink:
@@ -322,6 +323,83 @@ def test_a_new_server_is_offered_everything_that_the_request_holds(stage: Stage)
     assert orders.namespace == b"second 4"
     [order] = orders.stores
     assert (order.first, len(order.hashes) // 16, order.blocks) == (0, 3, ([50, 51, 52], []))
+
+
+WINDOW, ALIGNED, EVERY = 6, 8, 4
+MIXED = Geometry(
+    (
+        KVGroup(GroupKind.FULL, BLOCK, (64,)),
+        KVGroup(GroupKind.SLIDING_WINDOW, 2, (64,), window=WINDOW),
+        KVGroup(GroupKind.RECURRENT, ALIGNED, (64,)),
+        KVGroup(GroupKind.RECURRENT, EVERY, (64,)),
+    )
+)
+
+
+class MixedStage(Stage):
+    """Full, window, snapshots that are handed over (group 2), and snapshots in their places (group 3)."""
+
+    def __init__(self) -> None:
+        self.client = FakeClient()
+        self.side = SchedulerSide(self.client, MIXED, Offering(MIXED, [2]))
+
+    def blocks(self, request: FakeRequest, tokens: int, table: tuple[list[int], ...], *snapshots: Any) -> Any:
+        """The blocks that a step of so many tokens orders to store."""
+        handed = {request.request_id: list(snapshots)}
+        [order] = self.side.step({request.request_id: tokens}, lambda _: table, handed).stores
+        request.num_computed_tokens += tokens
+        return order.blocks
+
+
+def test_of_windows_and_snapshots_only_what_a_chunk_keeps_is_ordered() -> None:
+    stage, request = MixedStage(), FakeRequest()
+    stage.hit(request, 0)
+    table = ([10, 11, 12, 13, 14], list(range(20, 30)), [30, 31, 32], [40, 41, 42, 43, 44])
+    assert stage.blocks(request, 20, table, (2, 31, 16)) == (
+        [10, 11, 12, 13],
+        # three blocks of two tokens make the window of six
+        [21, 22, 23, 25, 26, 27],
+        # the first chunk's state was never kept
+        [NULL_BLOCK, 31],
+        [41, 43],
+    )
+
+
+def test_blocks_that_vllm_no_longer_holds_are_ordered_as_the_null_block() -> None:
+    stage, request = MixedStage(), FakeRequest()
+    stage.hit(request, 0)
+    table = ([10, 11, 12, 13], [0, 0, 0, 0, 0, 25, 26, 27], [0, 31], [0, 0, 42, 43])
+    assert stage.blocks(request, 16, table, (2, 31, 16)) == (
+        [10, 11, 12, 13],
+        [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 25, 26, 27],
+        [NULL_BLOCK, 31],
+        [NULL_BLOCK, 43],
+    )
+
+
+def test_a_snapshot_is_taken_from_the_hand_over_and_never_from_its_place() -> None:
+    stage, request = MixedStage(), FakeRequest()
+    stage.hit(request, 0)
+    table = ([10, 11], [20, 21, 22, 23], [30], [40, 41])
+    # 12 tokens are no chunk's end, and group 3 is none of those that are handed over
+    assert stage.blocks(request, 8, table, (2, 99, 12), (3, 98, 8))[2:] == ([NULL_BLOCK], [41])
+
+
+def test_a_table_that_ends_early_is_filled_up_with_the_null_block() -> None:
+    stage, request = MixedStage(), FakeRequest()
+    stage.hit(request, 0)
+    assert stage.blocks(request, 8, ([10], [20, 21], [30], []))[0] == [10, NULL_BLOCK]
+
+
+def test_a_hit_that_vllm_could_only_get_at_a_chunk_end_is_not_looked_up_again_for_a_longer_one() -> None:
+    stage, first, queued = MixedStage(), FakeRequest("first"), FakeRequest("queued", tokens=16)
+    stage.hit(first, 0)
+    # of 16 tokens one has to be computed, and windows serve chunk ends only
+    stage.hit(queued, 8)
+    stage.side.matched(first, 0)
+    stage.blocks(first, 20, ([9] * 5, [9] * 10, [9] * 3, [9] * 5))
+    assert stage.side.matched(queued, 0) == (8, True)
+    assert stage.link.dropped == []
 
 
 def test_a_consumer_stores_nothing() -> None:

@@ -1,149 +1,21 @@
-"""Both halves of the connector on a real server, with NumPy arrays in the place of vLLM's KV cache."""
+"""Both halves of the connector on a real server: what is stored comes back, byte for byte, or not at all."""
 
-import functools
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from vllm_stand import ServerProcess, free_port
+from vllm_stand import ServerProcess
+from worker_stand import BLOCK, BLOCKS, CHUNK, Host, full
 
-from lmcache.core.client import Client, ClientSettings, Engine, ServerAddress
 from lmcache.core.link import Link
-from lmcache.core.protocol import Role
-from lmcache.engines.copy import Copier, Pages
-from lmcache.engines.vllm.orders import StepOrders, StoreOrder
-from lmcache.engines.vllm.scheduler import SchedulerSide
-from lmcache.engines.vllm.worker import WorkerSide
-from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
-
-CHUNK, BLOCK, PAGE, BLOCKS = 32, 16, 4096, 64
-
-
-class Rank:
-    """One worker: two layers of pages that hold what the test writes, and the connector's half."""
-
-    def __init__(self, client: Client, geometry: Geometry, rank: int) -> None:
-        self.memory = np.zeros((2, BLOCKS, PAGE), np.uint8)
-        self.side = WorkerSide(client, geometry, rank, {0: functools.partial(Copier, Pages(list(self.memory)))})
-
-    def fill(self, blocks: list[int], seed: int) -> np.ndarray:
-        self.memory[:, blocks] = np.random.default_rng(seed).integers(0, 256, (2, len(blocks), PAGE), np.uint8)
-        return self.memory[:, blocks].copy()
-
-
-class Host:
-    """An engine of some ranks; its requests are lists of tokens with block tables that the test chooses."""
-
-    def __init__(self, port: int, ranks: int = 1, shards: int = 1) -> None:
-        self.geometry = Geometry((KVGroup(GroupKind.FULL, BLOCK, (PAGE, PAGE), shards=shards),), ranks)
-        self._port = port
-        workers = [self._client(Role.WORKER, rank) for rank in range(ranks)]
-        self.ranks = [Rank(client, self.geometry, rank) for rank, client in enumerate(workers)]
-        scheduler = self._client(Role.SCHEDULER, 0)
-        self.scheduler = SchedulerSide(scheduler, self.geometry)
-        self.clients = [*workers, scheduler]
-        self.await_links()
-
-    def _client(self, role: Role, rank: int) -> Client:
-        engine = Engine({"engine": "test"}, self.geometry, role, rank)
-        client = Client(ServerAddress(port=self._port), engine, ClientSettings(deadline=5.0, retry_max=0.1))
-        client.start()
-        return client
-
-    def request(self, name: str, tokens: list[int]) -> SimpleNamespace:
-        return SimpleNamespace(
-            request_id=name,
-            all_token_ids=tokens,
-            num_tokens=len(tokens),
-            num_prompt_tokens=len(tokens),
-            num_computed_tokens=0,
-            num_preemptions=0,
-            cache_salt=None,
-            lora_request=None,
-            prompt_embeds=None,
-            mm_features=[],
-            resumable=False,
-            skip_reading_prefix_cache=False,
-        )
-
-    def matched(self, request: SimpleNamespace, computed: int = 0) -> int:
-        while (answer := self.scheduler.matched(request, computed)[0]) is None:
-            time.sleep(0.001)
-        return answer
-
-    def prefill(self, request: SimpleNamespace, blocks: list[int], tokens: int) -> None:
-        """One step that computes `tokens` of the request in these blocks, on every rank."""
-        orders = self.scheduler.step({request.request_id: tokens}, lambda _: (blocks,))
-        request.num_computed_tokens += tokens
-        for rank in self.ranks:
-            rank.side.store(orders.stores, orders.namespace)
-
-    def store(self, name: str, tokens: list[int], blocks: list[int]) -> None:
-        request = self.request(name, tokens)
-        self.scheduler.arrived(request)
-        self.prefill(request, blocks, len(tokens))
-        self.end(request)
-
-    def load(self, request: SimpleNamespace, blocks: list[int], computed: int, external: int) -> set[str]:
-        """Load into these blocks on every rank; returns the requests whose load failed."""
-        self.scheduler.allocated(request, lambda: (blocks,), external)
-        orders = self.scheduler.step({}, lambda _: None)
-        return self.carry_out(orders)
-
-    def carry_out(self, orders: StepOrders) -> set[str]:
-        failed: set[str] = set()
-        for rank in self.ranks:
-            rank.side.load(orders.loads)
-        for rank in self.ranks:
-            ended: set[str] = set()
-            while not ended:
-                ended, lost = rank.side.outcomes([])
-                failed |= lost
-                time.sleep(0.001)
-        self.scheduler.loaded([order.request for order in orders.loads], failed)
-        return failed
-
-    def end(self, request: SimpleNamespace) -> None:
-        self.scheduler.ended(request)
-        for rank in self.ranks:
-            rank.side.outcomes([request.request_id])
-
-    @property
-    def epoch(self) -> str:
-        return self.clients[0].link().epoch
-
-    def await_links(self, other_than: str = "") -> None:
-        """Return when every client has found a server whose epoch is another than this one."""
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            try:
-                if all(client.link().epoch != other_than for client in self.clients):
-                    return
-            except ConnectionError:
-                pass
-            time.sleep(0.02)
-        pytest.fail("the clients do not come back")
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.side.close()
-        self.scheduler.close()
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    process = ServerProcess(free_port(), tmp_path / "server.log", "--chunk-size", str(CHUNK), "--l1-cell-kb", "64")
-    process.start()
-    yield process
-    process.kill()
+from lmcache.engines.vllm.orders import StoreOrder
+from lmcache.geometry.groups import Geometry
 
 
 @pytest.fixture
 def host(server: ServerProcess) -> Iterator[Host]:
-    host = Host(server.port)
+    host = Host(server.port, Geometry((full(),)))
     yield host
     host.close()
 
@@ -160,7 +32,7 @@ def test_pages_come_back_byte_for_byte_into_other_blocks(host: Host, server: Ser
     assert host.matched(again) == 3 * CHUNK
     before = host.ranks[0].memory.copy()
     target = [20, 11, 12, 40, 13, 14, 15]
-    assert host.load(again, target, 0, 3 * CHUNK) == set()
+    assert host.load(again, (target,), 0, 3 * CHUNK) == set()
     assert np.array_equal(host.ranks[0].memory[:, target[:6]], pages[:, :6])
     untouched = [block for block in range(BLOCKS) if block not in target[:6]]
     assert np.array_equal(host.ranks[0].memory[:, untouched], before[:, untouched])
@@ -168,15 +40,15 @@ def test_pages_come_back_byte_for_byte_into_other_blocks(host: Host, server: Ser
 
 
 def test_what_the_engine_holds_itself_is_never_written(host: Host, server: ServerProcess) -> None:
-    pages = host.ranks[0].fill([0, 1, 2, 3, 4, 5, 6], seed=2)
-    host.store("a", TOKENS, [0, 1, 2, 3, 4, 5, 6])
+    pages = host.ranks[0].fill([1, 2, 3, 4, 5, 6, 7], seed=2)
+    host.store("a", TOKENS, [1, 2, 3, 4, 5, 6, 7])
     again = host.request("b", TOKENS)
     host.scheduler.arrived(again)
     computed = CHUNK + BLOCK
     assert host.matched(again, computed) == 3 * CHUNK - computed
     target = [20, 21, 22, 23, 24, 25]
     shared = host.ranks[0].fill(target[:3], seed=3)
-    assert host.load(again, target, computed, 3 * CHUNK - computed) == set()
+    assert host.load(again, (target,), computed, 3 * CHUNK - computed) == set()
     assert np.array_equal(host.ranks[0].memory[:, target[:3]], shared)
     assert np.array_equal(host.ranks[0].memory[:, target[3:]], pages[:, 3:6])
     server.quiet()
@@ -186,16 +58,16 @@ def test_what_the_engine_holds_itself_is_never_written(host: Host, server: Serve
 def test_two_ranks_each_get_their_own_bytes_and_equal_bytes_are_stored_once(
     server: ServerProcess, shards: int, stored: int
 ) -> None:
-    host = Host(server.port, ranks=2, shards=shards)
+    host = Host(server.port, Geometry((full(shards),), 2))
     try:
-        blocks = [0, 1, 2, 3, 4, 5]
+        blocks = [1, 2, 3, 4, 5, 6]
         pages = [rank.fill(blocks, seed=number if shards == 2 else 0) for number, rank in enumerate(host.ranks)]
         host.store("a", TOKENS, blocks)
         assert server.settle()["counters"]["shards_committed"] == stored
         again = host.request("b", TOKENS)
         host.scheduler.arrived(again)
         assert host.matched(again) == 3 * CHUNK
-        assert host.load(again, [10, 11, 12, 13, 14, 15], 0, 3 * CHUNK) == set()
+        assert host.load(again, ([10, 11, 12, 13, 14, 15],), 0, 3 * CHUNK) == set()
         for rank, own in zip(host.ranks, pages, strict=True):
             assert np.array_equal(rank.memory[:, 10:16], own)
         server.quiet()
@@ -204,11 +76,11 @@ def test_two_ranks_each_get_their_own_bytes_and_equal_bytes_are_stored_once(
 
 
 def test_a_chunk_that_one_rank_of_two_did_not_store_is_no_hit(server: ServerProcess) -> None:
-    host = Host(server.port, ranks=2, shards=2)
+    host = Host(server.port, Geometry((full(2),), 2))
     try:
         request = host.request("a", TOKENS)
         host.scheduler.arrived(request)
-        orders = host.scheduler.step({"a": len(TOKENS)}, lambda _: ([0, 1, 2, 3, 4, 5],))
+        orders = host.scheduler.step({"a": len(TOKENS)}, lambda _: ([1, 2, 3, 4, 5, 6],))
         host.ranks[0].side.store(orders.stores, orders.namespace)
         host.end(request)
         again = host.request("b", TOKENS)
@@ -219,14 +91,14 @@ def test_a_chunk_that_one_rank_of_two_did_not_store_is_no_hit(server: ServerProc
 
 
 def test_one_failing_rank_of_two_fails_the_load_and_leaves_no_ticket(server: ServerProcess) -> None:
-    host = Host(server.port, ranks=2, shards=2)
+    host = Host(server.port, Geometry((full(2),), 2))
     try:
-        host.store("a", TOKENS, [0, 1, 2, 3, 4, 5])
+        host.store("a", TOKENS, [1, 2, 3, 4, 5, 6])
         again = host.request("b", TOKENS)
         host.scheduler.arrived(again)
         host.matched(again)
-        host.ranks[1].side._loader._copy_in = lambda *_: 1 / 0
-        assert host.load(again, [10, 11, 12, 13, 14, 15], 0, 3 * CHUNK) == {"b"}
+        host.ranks[1].side._loader._copies = lambda *_: 1 / 0
+        assert host.load(again, ([10, 11, 12, 13, 14, 15],), 0, 3 * CHUNK) == {"b"}
         assert host.matched(again) == 0
         server.quiet()
     finally:
@@ -234,25 +106,25 @@ def test_one_failing_rank_of_two_fails_the_load_and_leaves_no_ticket(server: Ser
 
 
 def test_a_request_that_runs_while_the_server_is_restarted_is_stored_whole(host: Host, server: ServerProcess) -> None:
-    blocks = [0, 1, 2, 3, 4, 5]
+    blocks = [1, 2, 3, 4, 5, 6]
     pages = host.ranks[0].fill(blocks, seed=4)
     request = host.request("a", TOKENS)
     host.scheduler.arrived(request)
-    host.prefill(request, blocks, CHUNK + 1)
+    host.prefill(request, (blocks,), CHUNK + 1)
     epoch = host.epoch
     server.kill()
-    host.prefill(request, blocks, CHUNK)
+    host.prefill(request, (blocks,), CHUNK)
     server.start()
     host.await_links(epoch)
     while not server.settle()["gauges"]["nodes"]:
         # a step with nothing new for the cache, in which scheduler and worker find the new server
-        host.prefill(request, blocks, 0)
-    host.prefill(request, blocks, CHUNK - 1)
+        host.prefill(request, (blocks,), 0)
+    host.prefill(request, (blocks,), CHUNK - 1)
     host.end(request)
     again = host.request("b", TOKENS)
     host.scheduler.arrived(again)
     assert host.matched(again) == 3 * CHUNK
-    assert host.load(again, [10, 11, 12, 13, 14, 15], 0, 3 * CHUNK) == set()
+    assert host.load(again, ([10, 11, 12, 13, 14, 15],), 0, 3 * CHUNK) == set()
     assert np.array_equal(host.ranks[0].memory[:, 10:16], pages)
     server.quiet()
 
@@ -260,20 +132,20 @@ def test_a_request_that_runs_while_the_server_is_restarted_is_stored_whole(host:
 def test_a_worker_that_finds_a_new_server_offers_what_the_old_one_had_before_what_is_new(
     host: Host, server: ServerProcess
 ) -> None:
-    host.ranks[0].fill([0, 1, 2, 3], seed=6)
+    host.ranks[0].fill([1, 2, 3, 4], seed=6)
     namespace, epoch = host.clients[0].link().namespace, host.epoch
     hashes = bytes(range(32))
-    host.ranks[0].side.store([StoreOrder("a", "", 0, hashes[:16], ([0, 1],))], namespace)
+    host.ranks[0].side.store([StoreOrder("a", "", 0, hashes[:16], ([1, 2],))], namespace)
     server.kill()
     server.start()
     host.await_links(epoch)
     # the scheduler made this order before it knew
-    host.ranks[0].side.store([StoreOrder("a", "", 1, hashes[16:], ([2, 3],))], namespace)
+    host.ranks[0].side.store([StoreOrder("a", "", 1, hashes[16:], ([3, 4],))], namespace)
     assert server.settle()["gauges"]["nodes"] == 2
 
 
 def test_a_ticket_of_an_earlier_server_is_not_loaded(host: Host, server: ServerProcess) -> None:
-    host.store("a", TOKENS, [0, 1, 2, 3, 4, 5])
+    host.store("a", TOKENS, [1, 2, 3, 4, 5, 6])
     again = host.request("b", TOKENS)
     host.scheduler.arrived(again)
     assert host.matched(again) == 3 * CHUNK
@@ -281,27 +153,27 @@ def test_a_ticket_of_an_earlier_server_is_not_loaded(host: Host, server: ServerP
     server.kill()
     server.start()
     host.await_links(epoch)
-    assert host.load(again, [10, 11, 12, 13, 14, 15], 0, 3 * CHUNK) == {"b"}
+    assert host.load(again, ([10, 11, 12, 13, 14, 15],), 0, 3 * CHUNK) == {"b"}
     server.quiet()
 
 
 def test_a_chunk_whose_parent_was_evicted_is_stored_again_from_the_start(host: Host, server: ServerProcess) -> None:
     request = host.request("a", TOKENS)
     host.scheduler.arrived(request)
-    blocks = [0, 1, 2, 3, 4, 5]
+    blocks = [1, 2, 3, 4, 5, 6]
     host.ranks[0].fill(blocks, seed=5)
-    host.prefill(request, blocks, CHUNK)
+    host.prefill(request, (blocks,), CHUNK)
     # as if the first chunk had gone: this worker believes in a chunk that the server does not know
     stored = host.ranks[0].side._storer._stored["a"]
     stored.hashes[:16] = bytes(16)
     request.num_computed_tokens = CHUNK
-    host.prefill(request, blocks, 2 * CHUNK)
+    host.prefill(request, (blocks,), 2 * CHUNK)
     assert stored.done == {0: 3}
     assert server.settle()["gauges"]["nodes"] == 4
 
 
 def test_orders_for_another_namespace_are_left_alone(host: Host, server: ServerProcess) -> None:
-    order = StoreOrder("a", "", 0, bytes(16), ([0, 1],))
+    order = StoreOrder("a", "", 0, bytes(16), ([1, 2],))
     host.ranks[0].side.store([order], b"another")
     assert server.settle()["gauges"]["nodes"] == 0
 
@@ -309,7 +181,7 @@ def test_orders_for_another_namespace_are_left_alone(host: Host, server: ServerP
 def test_a_store_that_fails_half_way_gives_its_cells_back(
     host: Host, server: ServerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host.store("a", TOKENS, [0, 1, 2, 3, 4, BLOCKS])  # vLLM has no such block
+    host.store("a", TOKENS, [1, 2, 3, 4, 5, BLOCKS])  # vLLM has no such block
     report = server.quiet()
     assert (report["gauges"]["nodes"], report["counters"]["chunks_aborted"]) == (0, 3)
     assert "the engine goes on" in caplog.text
@@ -325,7 +197,7 @@ def test_a_store_that_finds_the_link_broken_says_nothing_and_loses_nothing(
         commit(link, reservation)
 
     monkeypatch.setattr(Link, "commit", lose)
-    host.store("a", TOKENS, [0, 1, 2, 3, 4, 5])
+    host.store("a", TOKENS, [1, 2, 3, 4, 5, 6])
     monkeypatch.undo()
     host.await_links()
     while server.settle()["gauges"]["reservations"]:

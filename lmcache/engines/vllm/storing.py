@@ -1,0 +1,174 @@
+"""A worker's stores: pages to cells, within the step that computed them.
+
+Imports neither vLLM nor torch.
+"""
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+
+import attrs
+
+from lmcache.core.client import Client, Link
+from lmcache.core.keys import HASH_BYTES
+from lmcache.core.protocol import Placed
+from lmcache.engines.vllm.copying import CopyPlans, Kernels, mapped_arena, unpack_cells
+from lmcache.engines.vllm.orders import NULL_BLOCK, StoreOrder
+from lmcache.errors import GeometryError, LMCacheError
+from lmcache.geometry.chunking import kept_blocks
+from lmcache.geometry.groups import Geometry, GroupKind
+
+log = logging.getLogger(__name__)
+
+
+@attrs.define
+class _Stored:
+    """What a worker knows of the chunks of one running request."""
+
+    tenant: str
+    epoch: str
+    """Boot of the server that `done` counts in."""
+    hashes: bytearray
+    blocks: tuple[list[int], ...]
+    """As in the orders, of all chunks; of groups that are not full, only those from `fresh` on are still true."""
+    done: dict[int, int]
+    """For each full group, the number of chunks that need no more offering."""
+    fresh: int = 0
+    """First chunk of the last order."""
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks were ordered so far."""
+        return len(self.hashes) // HASH_BYTES
+
+
+class Storer:
+    """Stores chunks while their step still holds their blocks, so that nobody can change them meanwhile."""
+
+    def __init__(self, client: Client, geometry: Geometry, rank: int, plans: CopyPlans, kernels: Kernels) -> None:
+        self._client = client
+        self._geometry = geometry
+        self._rank = rank
+        self._kernels = kernels
+        self._plans = plans
+        self._stored: dict[str, _Stored] = {}
+        # full groups first, where there are any: their chunks are the parents of all others
+        self._order = sorted(geometry.cached_groups, key=lambda group: not self._full(group))
+        # ranks with the same bytes take turns; but where a rank has to store one group and not another, the chunks of
+        # the other might not be there yet to be its parents, so every rank offers all, and the first one writes
+        self._turns = len({geometry.groups[group].shards for group in geometry.cached_groups}) == 1
+
+    def store(self, orders: Sequence[StoreOrder], namespace: bytes) -> None:
+        """Offer what the orders name, and what earlier ones named of the same requests and could not be stored.
+
+        Called in every step, after the forward pass. Raises nothing: what cannot be stored is a later miss.
+        """
+        for order in orders:
+            self._remember(order)
+        if not orders:
+            return
+        try:
+            link = self._client.link()
+            if link.namespace == namespace:
+                self._kernels.settle()
+                for order in orders:
+                    self._store_request(link, self._stored[order.request])
+        except LMCacheError as error:
+            log.debug("lmcache: stores wait: %s", error)
+        except Exception:  # noqa: BLE001 - the engine must answer its users whatever is wrong with the cache
+            log.error("lmcache: a store failed; the engine goes on\n%s", traceback.format_exc())  # noqa: TRY400 - below
+
+    def forget(self, requests: Iterable[str]) -> None:
+        """These requests have ended: their blocks are no longer theirs."""
+        for request in requests:
+            self._stored.pop(request, None)
+
+    def _remember(self, order: StoreOrder) -> None:
+        stored = self._stored.get(order.request)
+        if stored is None or order.first == 0:
+            stored = self._stored[order.request] = _Stored(
+                order.tenant, "", bytearray(), tuple([] for _ in order.blocks), {}
+            )
+        stored.fresh = order.first
+        stored.hashes += order.hashes
+        for ids, more in zip(stored.blocks, order.blocks, strict=True):
+            ids.extend(more)
+
+    def _store_request(self, link: Link, stored: _Stored) -> None:
+        if stored.epoch != link.epoch:
+            stored.epoch, stored.done = link.epoch, dict.fromkeys(self._geometry.cached_groups, 0)
+        for group in self._order:
+            if self._mine(stored, group):
+                store = self._store_all if self._full(group) else self._store_fresh
+                store(link, stored, group)
+
+    def _mine(self, stored: _Stored, group: int) -> bool:
+        # by prompt, not by chunk: a chain has one writer, so that no rank waits for another to store the chunk before
+        turn = int.from_bytes(stored.hashes[:4], "little")
+        return not self._turns or self._geometry.writes(group, self._rank, turn)
+
+    def _full(self, group: int) -> bool:
+        return self._geometry.groups[group].kind is GroupKind.FULL
+
+    def _store_all(self, link: Link, stored: _Stored, group: int) -> None:
+        """All that is not stored yet: the blocks of a full group stay the request's until it ends."""
+        first = stored.done[group]
+        placed = self._offer(link, stored, group, range(first, stored.chunks))
+        if first and not placed:
+            # the chunk before is gone, or there is no room: only the former is helped by starting at the root
+            stored.done[group] = self._offer(link, stored, group, range(stored.chunks))
+        else:
+            stored.done[group] = first + placed
+
+    def _store_fresh(self, link: Link, stored: _Stored, group: int) -> None:
+        """What this step has completed: vLLM may give blocks behind a window to others before the next one."""
+        for run in self._held_runs(link, stored, group):
+            self._offer(link, stored, group, run)
+
+    def _held_runs(self, link: Link, stored: _Stored, group: int) -> Iterator[range]:
+        """Runs of the fresh chunks whose blocks vLLM still holds."""
+        start = stored.fresh
+        for chunk in range(stored.fresh, stored.chunks):
+            if NULL_BLOCK in self._blocks(link, stored, group, chunk):
+                if start < chunk:
+                    yield range(start, chunk)
+                start = chunk + 1
+        if start < stored.chunks:
+            yield range(start, stored.chunks)
+
+    def _blocks(self, link: Link, stored: _Stored, group: int, chunk: int) -> list[int]:
+        kept = kept_blocks(self._geometry.groups[group], link.chunk_size)
+        return stored.blocks[group][chunk * kept : (chunk + 1) * kept]
+
+    def _offer(self, link: Link, stored: _Stored, group: int, chunks: range) -> int:
+        """Offer these chunks; returns how many of them, from the first on, were placed."""
+        parent = (
+            bytes(stored.hashes[(chunks.start - 1) * HASH_BYTES : chunks.start * HASH_BYTES]) if chunks.start else b""
+        )
+        hashes = bytes(stored.hashes[chunks.start * HASH_BYTES : chunks.stop * HASH_BYTES])
+        reserved = link.reserve(stored.tenant, parent, hashes, group, self._geometry.shard_of(group, self._rank))
+        if reserved.reservation:
+            granted = [chunks.start + i for i, placed in enumerate(reserved.placed) if placed == Placed.GRANTED]
+            try:
+                self._copy_out(link, stored, group, granted, reserved.cells)
+            except BaseException:
+                with contextlib.suppress(LMCacheError):
+                    link.abort(reserved.reservation)
+                raise
+            link.commit(reserved.reservation)
+        return len(reserved.placed)
+
+    def _copy_out(self, link: Link, stored: _Stored, group: int, chunks: Sequence[int], packed: bytes) -> None:
+        copier, per_object = self._plans.of(link, group)
+        cells = unpack_cells(packed)
+        with mapped_arena(link) as arena:
+            for position, chunk in enumerate(chunks):
+                own = cells[position * per_object : (position + 1) * per_object]
+                ids = self._blocks(link, stored, group, chunk)
+                if NULL_BLOCK in ids:
+                    raise GeometryError(
+                        f"vLLM holds no block for some tokens of chunk {chunk} in KV group {group}, which is full",
+                        remedy="report it: this vLLM frees blocks that lmcache thinks it keeps",
+                    )
+                copier.store(arena, own, ids)
