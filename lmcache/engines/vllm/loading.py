@@ -87,13 +87,16 @@ class Loader:
             raise Refused("its ticket was given by a server that has gone", code=ErrorCode.STALE)
         opened = link.open(order.ticket)
         copies = [copy for group in self._geometry.cached_groups for copy in self._copies(link, order, opened, group)]
-        with mapped_arena(link) as arena:
-            for copier, cells, ids, first in copies:
-                copier.load(arena, cells, ids, first)
+        self._copy_in(link, copies)
         # the pages count only if the ticket held until the last byte was read
         if not link.confirm(order.ticket):
             raise Refused("its ticket did not hold while it was copied", code=ErrorCode.STALE)
         return True
+
+    def _copy_in(self, link: Link, copies: Iterable[_Copy]) -> None:
+        with mapped_arena(link) as arena:
+            for copier, cells, ids, first in copies:
+                copier.load(arena, cells, ids, first)
 
     def _copies(self, link: Link, order: LoadOrder, opened: Opened, group: int) -> Iterator[_Copy]:
         """What to copy of one group. Raises GeometryError before anything is, where vLLM has no block for a page."""

@@ -47,8 +47,8 @@ class Recorder:
         self.tensors = [c[0] if isinstance(c, (list, tuple)) else c for c in caches]
         self.kept, self.different, self.mode = {}, [], 'record'
         self.storer, self.loader = worker._storer, worker._loader
-        self.copy_out, self.copy_in = self.storer._copy_out, self.loader._copy_in
-        self.storer._copy_out, self.loader._copy_in = self.store, self.load
+        self.copy_out, self.copy_in, self.load_all = self.storer._copy_out, self.loader._copy_in, self.loader._load
+        self.storer._copy_out, self.loader._copy_in, self.loader._load = self.store, self.copy, self.load
 
     def store(self, link, stored, group, chunks, packed):
         self.copy_out(link, stored, group, chunks, packed)
@@ -58,16 +58,20 @@ class Recorder:
                 block = stored.blocks[group][position]
                 self.kept[position] = [tensor[block].clone() for tensor in self.tensors]
 
-    def load(self, link, order, opened, group, spans, arena):
+    def copy(self, *arguments):
         if self.mode != 'plain':
-            self.copy_in(link, order, opened, group, spans, arena)
+            self.copy_in(*arguments)
+
+    def load(self, order):
+        loaded = self.load_all(order)
         for position in range(order.computed // 16, order.hit // 16):
-            block = order.blocks[group][position]
+            block = order.blocks[0][position]
             for tensor, kept in zip(self.tensors, self.kept[position]):
                 if self.mode == 'plain':
                     tensor[block].copy_(kept)
                 elif not bool((tensor[block].view(dtype=torch.int16) == kept.view(dtype=torch.int16)).all()):
                     self.different.append(position)
+        return loaded
 
 import torch
 names = globals()

@@ -97,7 +97,7 @@ def test_one_failing_rank_of_two_fails_the_load_and_leaves_no_ticket(server: Ser
         again = host.request("b", TOKENS)
         host.scheduler.arrived(again)
         host.matched(again)
-        host.ranks[1].side._loader._copies = lambda *_: 1 / 0
+        host.ranks[1].side._loader._copy_in = lambda *_: 1 / 0
         assert host.load(again, ([10, 11, 12, 13, 14, 15],), 0, 3 * CHUNK) == {"b"}
         assert host.matched(again) == 0
         server.quiet()
