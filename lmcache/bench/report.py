@@ -9,6 +9,7 @@ from lmcache import __version__
 from lmcache.bench.figures import Figure
 from lmcache.bench.machine import Machine
 
+# numbered as in the list of cost targets (docs/reference/bench.md); rows 3 and 4 take a real engine
 TITLES = {
     0: "the machine's own limits",
     1: "store and load of pages, engine memory ↔ arena, against a memcpy a page of the same bytes on the same core",
@@ -19,19 +20,25 @@ TITLES = {
 }
 
 
-def as_text(machine: Machine, figures: Sequence[Figure]) -> str:
-    """A block for each row of the cost targets, a line for each figure: its noise, and whether its target is met."""
+def as_text(machine: Machine, figures: Sequence[Figure], *, quick: bool) -> str:
+    """A block for each row of the cost targets, a line for each figure: its noise, and whether its target is met.
+
+    A quick run is not judged: it has too few samples to tell a miss from noise.
+    """
     lines = _machine_lines(machine)
     for row in sorted({figure.row for figure in figures}):
         lines += ["", f"{f'{row}  ' if row else ''}{TITLES[row]}"]
-        lines += _aligned([_cells(figure) for figure in figures if figure.row == row])
+        lines += _aligned([_cells(figure, quick=quick) for figure in figures if figure.row == row])
+    return "\n".join([*lines, "", _verdict(figures, quick=quick)])
+
+
+def _verdict(figures: Sequence[Figure], *, quick: bool) -> str:
+    brackets = "In brackets: the middle half of the samples, and how many."
+    if quick:
+        return f"Quick: too few samples to judge the targets by. {brackets}"
     missed = sum(figure.met is False for figure in figures)
     asked = sum(figure.met is not None for figure in figures)
-    lines += [
-        "",
-        f"{asked - missed} of {asked} targets met. In brackets: the middle half of the samples, and how many.",
-    ]
-    return "\n".join(lines)
+    return f"{asked - missed} of {asked} targets met. {brackets}"
 
 
 def as_dict(machine: Machine, figures: Sequence[Figure], *, quick: bool) -> dict[str, Any]:
@@ -62,11 +69,11 @@ def _machine_lines(machine: Machine) -> list[str]:
     return lines
 
 
-def _cells(figure: Figure) -> tuple[str, ...]:
+def _cells(figure: Figure, *, quick: bool) -> tuple[str, ...]:
     target = verdict = ""
     if figure.target:
         target = f"{figure.target.direction.value} {figure.target.limit:g}"
-        verdict = "met" if figure.met else "missed"
+        verdict = "" if quick else "met" if figure.met else "missed"
     noise = f"({figure.low:.3g}–{figure.high:.3g}, {figure.samples})"
     beside = ", ".join(f"{name} {value:.3g}" for name, value in figure.beside.items())
     return figure.what, figure.subject, f"{figure.value:.3g} {figure.unit}", noise, target, verdict, beside

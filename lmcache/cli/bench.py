@@ -45,7 +45,7 @@ def bench(engine: str | None, quick: bool, as_json: bool) -> None:
 
         click.echo(json.dumps(as_dict(machine, figures, quick=quick), indent=2))
         return
-    click.echo(as_text(machine, figures))
+    click.echo(as_text(machine, figures, quick=quick))
 
 
 @contextmanager

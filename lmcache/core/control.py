@@ -44,7 +44,7 @@ class ServerAddress:
     port: int = 5555
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @classmethod
     def parse(cls, text: str, default_port: int = 5555) -> "ServerAddress":
@@ -60,7 +60,7 @@ class ServerAddress:
     @property
     def endpoint(self) -> str:
         """As ZeroMQ wants it."""
-        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+        return f"tcp://{self}"
 
 
 class Control:

@@ -48,6 +48,13 @@ def chain_root(content: Mapping[str, str]) -> ChainHash:
     return ChainHash(_digest(b"lmcache chain 1", content))
 
 
+def tenant_of(salt: str) -> str:
+    """The name under which the server counts the requests of a salt: never the salt itself, which is a secret."""
+    if not salt:
+        return ""
+    return hashlib.sha256(b"lmcache tenant 1" + salt.encode("utf-8", "surrogatepass")).hexdigest()[:HASH_BYTES]
+
+
 @attrs.frozen
 class ContentItem:
     """Something that is not tokens (an image, say) and stands at token positions [start, stop) of a prompt."""

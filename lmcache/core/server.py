@@ -21,6 +21,7 @@ from lmcache import __version__
 from lmcache.core.arena import Backer, Mapping, create_segment
 from lmcache.core.config import ServerConfig
 from lmcache.core.connection import Connection, ConnectionEnded
+from lmcache.core.control import ServerAddress
 from lmcache.core.listeners import bind_router, listen
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import (
@@ -116,7 +117,7 @@ class Server:
     @property
     def address(self) -> str:
         """`host:port`, the port being the one that was bound."""
-        return f"{self.config.host}:{self.port}"
+        return str(ServerAddress(self.config.host, self.port))
 
     # ------------------------------------------------------------------------------------------------------- the loop
 

@@ -27,7 +27,7 @@ LIMIT = figure(0, "memcpy a page", "Llama-8B", [5.0, 5.5], "GiB/s")
 
 
 def test_text_shows_value_noise_target_and_verdict_row_by_row() -> None:
-    assert as_text(MACHINE, [SPEED, SLOW, LIMIT]).splitlines() == [
+    assert as_text(MACHINE, [SPEED, SLOW, LIMIT], quick=False).splitlines() == [
         "AMD EPYC, 2 cores, last-level cache 32768K, 24.0 GB of memory, 20.0 GB available",
         "huge pages: anonymous madvise, shared never; Linux 6.18.44, Python 3.11.7; load 0.5",
         "",
@@ -44,9 +44,16 @@ def test_text_shows_value_noise_target_and_verdict_row_by_row() -> None:
     ]
 
 
+def test_a_quick_run_is_not_judged() -> None:
+    lines = as_text(MACHINE, [SPEED, SLOW], quick=True).splitlines()
+    assert [line for line in lines if "met" in line or "missed" in line] == []
+    assert "   store  Llama-8B  0.92 × memcpy  (0.9–0.93, 3)  ≥ 0.9" in lines
+    assert lines[-1].startswith("Quick: too few samples to judge the targets by.")
+
+
 def test_a_busy_machine_is_named_as_such() -> None:
-    assert "others are busy here" in as_text(attrs.evolve(MACHINE, load=1.5), [SPEED])
-    assert "others are busy here" not in as_text(MACHINE, [SPEED])
+    assert "others are busy here" in as_text(attrs.evolve(MACHINE, load=1.5), [SPEED], quick=False)
+    assert "others are busy here" not in as_text(MACHINE, [SPEED], quick=False)
 
 
 def test_json_holds_everything_that_was_measured() -> None:

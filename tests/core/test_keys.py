@@ -8,7 +8,15 @@ import sys
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from lmcache.core.keys import HASH_BYTES, ChainHasher, ContentItem, chain_root, namespace_digest, split_hashes
+from lmcache.core.keys import (
+    HASH_BYTES,
+    ChainHasher,
+    ContentItem,
+    chain_root,
+    namespace_digest,
+    split_hashes,
+    tenant_of,
+)
 
 FACTS = {"model": "org/model", "dtype": "bfloat16", "geometry.group.0": "full, 16 tokens per block"}
 TOKENS = list(range(1000, 1040))
@@ -53,6 +61,13 @@ def test_salt_and_lora_change_every_hash() -> None:
     found = [tuple(hashes(TOKENS, **content)) for content in roots]
 
     assert len({chain_hash for each in found for chain_hash in each}) == 5 * len(roots)
+
+
+def test_a_tenant_has_one_name_that_does_not_show_its_salt() -> None:
+    assert tenant_of("") == ""
+    assert tenant_of("secret") == tenant_of("secret") != tenant_of("secret ")
+    assert "secret" not in tenant_of("secret")
+    assert len(tenant_of("\ud800" * 1000)) == 16
 
 
 def test_an_image_changes_its_own_chunks_and_those_after_and_no_others() -> None:

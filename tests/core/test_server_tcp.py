@@ -270,6 +270,9 @@ def test_every_loopback_address_can_be_listened_on(serve: Serve, host: str) -> N
 
     with Control(ServerAddress(host, running.server.port), PATIENCE_S) as control:
         assert control.hello().epoch == running.server.epoch
+    assert running.server.address == (
+        f"[::1]:{running.server.port}" if host == "::1" else f"{host}:{running.server.port}"
+    )
 
 
 def test_a_server_is_seen_to_be_gone(serve: Serve) -> None:

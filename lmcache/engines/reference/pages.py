@@ -8,6 +8,9 @@ from lmcache.engines.reference.shapes import ModelShape
 
 Floats = npt.NDArray[np.float32]
 
+ALIGNMENT = 64
+"""Bytes; a cache line. NumPy alone aligns to 16, and copies then take a tenth longer."""
+
 
 class PageMemory:
     """All pages of one rank, in one allocation: array after array, as engines do that share memory among groups."""
@@ -15,7 +18,7 @@ class PageMemory:
     def __init__(self, shape: ModelShape, ranks: int, blocks: int) -> None:
         groups = range(len(shape.groups))
         sizes = {group: shape.page_floats(group, ranks) for group in groups}
-        memory = np.zeros(blocks * sum(map(sum, sizes.values())), np.float32)
+        memory = _aligned_zeros(blocks * sum(map(sum, sizes.values())))
         self._arrays: dict[int, list[Floats]] = {}
         start = 0
         for group in groups:
@@ -34,3 +37,9 @@ class PageMemory:
     def pages(self, group: int) -> Pages:
         """The pages of `group` as bytes, for the copier."""
         return Pages([array.view(np.uint8) for array in self._arrays[group]])
+
+
+def _aligned_zeros(floats: int) -> Floats:
+    memory = np.zeros(floats + ALIGNMENT // 4, np.float32)
+    start = -memory.ctypes.data % ALIGNMENT // 4
+    return memory[start : start + floats]

@@ -7,7 +7,7 @@ after every step that computed tokens of it; `ended`. No method waits for the se
 import attrs
 
 from lmcache.core.client import Client, Link, Pending
-from lmcache.core.keys import HASH_BYTES, ChainHasher, chain_root
+from lmcache.core.keys import HASH_BYTES, ChainHasher, chain_root, tenant_of
 from lmcache.core.protocol import Found
 from lmcache.engines.reference.messages import LoadOrder, StoreOffer
 from lmcache.errors import LMCacheError
@@ -46,7 +46,7 @@ class SchedulerConnector:
             link = self._client.link()
             hashes = self._hashes(known, link, tokens)
             # one token is always computed: its logits are what the engine needs
-            known.lookup = link.lookup(salt, hashes, len(tokens) - 1) if hashes else None
+            known.lookup = link.lookup(tenant_of(salt), hashes, len(tokens) - 1) if hashes else None
             known.link = link
         except LMCacheError:
             known.lookup = None
@@ -114,7 +114,7 @@ class SchedulerConnector:
         hashes = self._hashes(known, link, tokens)
         if not hashes:
             return None
-        return StoreOffer(request, known.salt, link.namespace, hashes, tables)
+        return StoreOffer(request, tenant_of(known.salt), link.namespace, hashes, tables)
 
     def ended(self, request: int) -> None:
         """The request is finished or aborted, and no load of it is under way."""
