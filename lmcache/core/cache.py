@@ -10,6 +10,8 @@ What every method keeps true, whatever the order of calls (`core/invariants.py` 
 - bytes are readable only when every shard of their object is committed, and only through a ticket;
 - what a ticket or a reservation holds is never evicted; a chunk never goes before the chunks that follow it;
 - a policy's mistakes cost space, not correctness.
+
+One module, though a long one: each of these holds only because of all methods together, so they are read together.
 """
 
 import contextlib

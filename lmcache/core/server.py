@@ -2,6 +2,8 @@
 
 `Server(config, policy)` opens everything or raises; `run()` serves until `stop()`; nothing is left behind after it, and
 what has a name (a socket under `--socket-dir`) is cleaned up by the next start.
+
+One module, though a long one: whatever ends a connection has to undo what any other method did for it.
 """
 
 import contextlib

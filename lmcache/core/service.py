@@ -1,6 +1,6 @@
 """What the server does with a request: one method a message, from a registered connection and the cache to a reply.
 
-No sockets here. The server's one thread calls it.
+No sockets here. The server's one thread calls it. It is as long as the protocol has messages.
 """
 
 import time

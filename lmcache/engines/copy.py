@@ -5,6 +5,8 @@ starved by, every other Python thread. To get there, the pages of many layers ar
 largest size that divides every page, every stride and the distance between the layers. One `np.take` then gathers all
 pages of a cell, and one indexed assignment scatters them, without a temporary. Layers that share no such grid are
 copied one by one, and layers whose strides allow none at all page by page.
+
+One file, though a long one, so that there is one place to look at when bytes are wrong.
 """
 
 import itertools

@@ -8,6 +8,8 @@
 
 pytest then runs every test of `EvictionPolicySuite` against `MyPolicy`. They check that it keeps its promises, not that
 its order is a good one: write tests of your own for that, with `make_chain`.
+
+One module, though a long one: third parties import it by one name, and read it to see what is asked of them.
 """
 
 import abc
