@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import attrs
 
 from lmcache.core.keys import ChainHash, ContentItem, chain_root
+from lmcache.engines.vllm.lora import Evidence, Lora, LoraBook
 
 DIGEST_DIGITS = 64
 """Fewest hexadecimal digits of an item's name that is taken for a digest of its content (vLLM's have 64 or 128)."""
@@ -39,6 +40,17 @@ class Content:
     items: tuple[ContentItem, ...]
     tenant: str
     """A short digest of the salt, never the salt itself, which is a secret; empty without one."""
+    lora: Lora | None = None
+    number: int = 0
+    """Of the LoRA, in vLLM."""
+
+    def certain(self) -> bool:
+        """Whether the engine still computes the request with the weights that its root names. A few stat calls."""
+        return self.lora is None or self.lora.certain()
+
+    def evidence(self) -> Evidence | None:
+        """What a worker has to find so when it has computed KV, or it must not store it."""
+        return self.lora.evidence(self.number) if self.lora is not None else None
 
 
 @attrs.frozen
@@ -48,27 +60,43 @@ class NeverCached:
     reason: str
 
 
-def content_of(request: EngineRequest, generation: str) -> Content | NeverCached:
+def content_of(request: EngineRequest, generation: str, loras: LoraBook | None = None) -> Content | NeverCached:
     """Tell what, besides tokens, decides the request's KV.
 
     `generation` is empty until the engine's cache is reset, and something never used before after each reset: entries
-    stored earlier are then out of this engine's reach.
+    stored earlier are then out of this engine's reach. Without `loras` no request with a LoRA is cached.
     """
-    if request.lora_request is not None:
-        # vLLM knows an adapter by name, number and path, none of which changes when its weights do
+    if loras is None and request.lora_request is not None:
         return NeverCached("its LoRA weights have no identity that survives a change of the files")
-    if request.prompt_embeds is not None:
-        return NeverCached("its prompt is given as embeddings, which tokens do not describe")
-    if request.resumable:
-        return NeverCached("its input is streamed, so tokens that were computed can still be taken back")
-    if any(not _is_digest(feature.identifier) for feature in request.mm_features):
-        return NeverCached("a multimodal item is known by a name and not by a digest of its content")
+    # whatever else is true of the request, the book must see every LoRA that is named
+    lora = loras.find(request.lora_request) if loras is not None and request.lora_request is not None else None
+    reason = _why_never(request, lora)
+    if reason:
+        return NeverCached(reason)
     # as in vLLM's own prefix cache, an empty salt is none
     salt = request.cache_salt or ""
     facts = {"salt": salt} if salt else {}
     if generation:
         facts["generation"] = generation
-    return Content(chain_root(facts), tuple(map(_item, request.mm_features)), _tenant(salt))
+    number = 0
+    if lora is not None:
+        facts["lora"] = lora.digest
+        number = request.lora_request.lora_int_id
+    return Content(chain_root(facts), tuple(map(_item, request.mm_features)), _tenant(salt), lora, number)
+
+
+def _why_never(request: EngineRequest, lora: Lora | None) -> str:
+    if lora is not None and lora.reason:
+        return lora.reason
+    if lora is not None and request.lora_request.load_inplace:
+        return "it makes the engine load its LoRA anew; load changed weights under another name instead"
+    if request.prompt_embeds is not None:
+        return "its prompt is given as embeddings, which tokens do not describe"
+    if request.resumable:
+        return "its input is streamed, so tokens that were computed can still be taken back"
+    if any(not _is_digest(feature.identifier) for feature in request.mm_features):
+        return "a multimodal item is known by a name and not by a digest of its content"
+    return ""
 
 
 def _is_digest(name: str) -> bool:
@@ -77,7 +105,7 @@ def _is_digest(name: str) -> bool:
 
 def _item(feature: Any) -> ContentItem:
     place = feature.mm_position
-    digest = hashlib.sha256(f"{feature.modality}\0{feature.identifier}".encode()).digest()
+    digest = hashlib.sha256(f"{feature.modality}\0{feature.identifier}\0{place.length}".encode()).digest()
     return ContentItem(place.offset, place.offset + place.length, digest)
 
 

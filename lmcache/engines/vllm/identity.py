@@ -9,22 +9,15 @@ import json
 import logging
 import os
 import platform
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmcache.engines.unchanged import process_beginning
 from lmcache.engines.vllm.describe import PageView
+from lmcache.engines.weights import BESIDE_MODEL, Weights, certain_weights
 
 log = logging.getLogger(__name__)
-
-SAMPLE_BYTES = 256
-"""Read from the middle of every tensor of a safetensors file: any training step changes nearly all of them."""
-SAMPLES = 64
-"""Places looked at in a weights file of another format."""
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-
-_HEADER = struct.Struct("<Q")
 
 
 def namespace_facts(
@@ -40,10 +33,13 @@ def namespace_facts(
         "model.config": _config_digest(model.hf_config),
         "model.dtype": str(model.dtype),
         "model.quantization": str(model.quantization),
+        "model.load_format": str(vllm_config.load_config.load_format),
         # some rotary embeddings scale with the longest prompt that the engine was started for
         "model.max_len": str(model.max_model_len),
         "kv.dtype": str(cache.cache_dtype),
         "kv.layout": str(getattr(cache, "kv_cache_layout", None)),
+        "kv.recurrent": _recurrent_states(cache),
+        "kv.indexer_dtype": str(getattr(getattr(vllm_config, "attention_config", None), "indexer_kv_dtype", None)),
         "attention.backends": ", ".join(sorted(set(layers.values()))),
         "attention.layers": _digest(f"{position} {name}" for position, name in enumerate(layers.values())),
         "parallel.tensor": str(vllm_config.parallel_config.tensor_parallel_size),
@@ -53,7 +49,34 @@ def namespace_facts(
         facts["draft.model"] = str(draft.model)
         facts["draft.weights"] = weights_identity(vllm_config, draft, "")
         facts["draft.config"] = _config_digest(draft.hf_config)
+    lora = _lora_rules(getattr(vllm_config, "lora_config", None), model)
+    if lora:
+        facts["lora"] = lora
     return facts
+
+
+def _recurrent_states(cache: Any) -> str:
+    """How the bytes of a state are to be read, which no tensor tells: vLLM allocates states as plain bytes."""
+    names = ("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode")
+    layout = os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT")
+    return " ".join([*(str(getattr(cache, name, None)) for name in names), str(layout)])
+
+
+def _lora_rules(lora: Any, model: Any) -> str:
+    """What makes this engine apply one LoRA in another way than engines do by default; else nothing.
+
+    Nothing by default, so that requests without a LoRA share with engines that serve none.
+    """
+    if lora is None:
+        return ""
+    rules = {
+        "dtype": "" if lora.lora_dtype == model.dtype else str(lora.lora_dtype),
+        "modules": ", ".join(sorted(getattr(lora, "target_modules", None) or ())),
+        "tower": str(getattr(lora, "enable_tower_connector_lora", False) or ""),
+        "mixed experts": str(getattr(lora, "enable_mixed_moe_lora_format", False) or ""),
+        "shared experts": str(getattr(lora, "enable_moe_shared_loras", False) or ""),
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items() if value)
 
 
 def page_facts(views: Sequence[PageView], tensors: Sequence[Any]) -> dict[str, str]:
@@ -81,53 +104,26 @@ def weights_identity(vllm_config: Any, model: Any, weights_id: str) -> str:
     """
     if weights_id:
         return f"user {weights_id}"
+    why = "they are made up at random"
     if vllm_config.load_config.load_format != "dummy":
         if Path(model.model).is_dir():
-            digest = digest_files(Path(model.model))
-            if digest:
-                return f"files {digest}"
-        commit = getattr(model.hf_config, "_commit_hash", None)
-        if commit:
-            return f"hub {commit}"
+            # this process has read them since it began; had they changed since then, the files would say nothing of it
+            found = certain_weights(str(model.model), BESIDE_MODEL, process_beginning(), places=False)
+            if isinstance(found, Weights):
+                return f"files {found.digest}"
+            why = f"they may not be what the files hold by now: {found.reason}"
+        else:
+            commit = getattr(model.hf_config, "_commit_hash", None)
+            if commit:
+                return f"hub {commit}"
+            why = "they are neither in a folder nor of a known commit of the model hub"
     log.warning(
-        "lmcache: nothing identifies the weights of %s, so this engine shares its cache with no other, nor with itself "
-        "after a restart; set lmcache.weights_id in kv_connector_extra_config to change that",
+        "lmcache: nothing identifies the weights of %s (%s), so this engine shares its cache with no other, nor with "
+        "itself after a restart; set lmcache.weights_id in kv_connector_extra_config to change that",
         model.model,
+        why,
     )
     return f"engine {vllm_config.kv_transfer_config.engine_id}"
-
-
-def digest_files(folder: Path) -> str:
-    """Digest of all weights in `folder`: sizes, headers and samples of every tensor. Empty when there are none."""
-    files = sorted(file for pattern in WEIGHT_FILES for file in folder.glob(pattern))
-    if not files:
-        return ""
-    state = hashlib.sha256()
-    for file in files:
-        state.update(f"{file.name} {file.stat().st_size}\n".encode())
-        for sample in _tensor_samples(file) if file.suffix == ".safetensors" else _even_samples(file):
-            state.update(sample)
-    return state.hexdigest()[:32]
-
-
-def _tensor_samples(file: Path) -> Iterable[bytes]:
-    with file.open("rb") as stream:
-        (length,) = _HEADER.unpack(stream.read(_HEADER.size))
-        header = stream.read(length)
-        yield header
-        descriptor, start = stream.fileno(), _HEADER.size + length
-        for name, tensor in sorted(json.loads(header).items()):
-            if name != "__metadata__":
-                first, last = tensor["data_offsets"]
-                middle = max(first, (first + last - SAMPLE_BYTES) // 2)
-                yield os.pread(descriptor, min(SAMPLE_BYTES, last - middle), start + middle)
-
-
-def _even_samples(file: Path) -> Iterable[bytes]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        for number in range(SAMPLES):
-            yield os.pread(stream.fileno(), SAMPLE_BYTES, number * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
 
 
 def _config_digest(config: Any) -> str:

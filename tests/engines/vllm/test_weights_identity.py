@@ -1,23 +1,25 @@
 """The facts that name a namespace: what must change them, and what must not."""
 
-import json
-import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from weights_folders import begins_later, safetensors
 
-from lmcache.engines.vllm.identity import digest_files, namespace_facts, weights_identity
+from lmcache.engines.vllm import identity
+from lmcache.engines.vllm.identity import namespace_facts, weights_identity
 
 
-def safetensors(path: Path, tensors: dict[str, bytes]) -> None:
-    header, at = {}, 0
-    for name, data in tensors.items():
-        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
-        at += len(data)
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process began after all files were written, as an engine's does."""
+    monkeypatch.setattr(identity, "process_beginning", begins_later)
 
 
 class HfConfig:
@@ -38,11 +40,19 @@ def vllm_config(model: str = "org/model", load_format: str = "auto", **different
             quantization=different.get("quantization"),
             max_model_len=different.get("max_model_len", 8192),
         ),
-        cache_config=SimpleNamespace(cache_dtype=different.get("cache_dtype", "auto"), kv_cache_layout="LBHNC"),
+        cache_config=SimpleNamespace(
+            cache_dtype=different.get("cache_dtype", "auto"),
+            kv_cache_layout=different.get("layout", "LBHNC"),
+            mamba_cache_dtype="auto",
+            mamba_ssm_cache_dtype=different.get("state_dtype", "auto"),
+            mamba_cache_mode=different.get("state_mode", "none"),
+        ),
+        attention_config=SimpleNamespace(indexer_kv_dtype=different.get("indexer_dtype", "auto")),
         load_config=SimpleNamespace(load_format=load_format),
         parallel_config=SimpleNamespace(tensor_parallel_size=different.get("tensor", 1)),
         speculative_config=different.get("speculative"),
         kv_transfer_config=SimpleNamespace(engine_id="this-engine"),
+        lora_config=different.get("lora"),
     )
 
 
@@ -61,6 +71,11 @@ def test_the_same_engine_has_the_same_facts_in_another_process() -> None:
         {"quantization": "fp8"},
         {"max_model_len": 4096},
         {"cache_dtype": "fp8"},
+        {"layout": "LBNHC"},
+        {"state_dtype": "float32"},
+        {"state_mode": "align"},
+        {"indexer_dtype": "fp8"},
+        {"load_format": "bitsandbytes"},
         {"tensor": 2},
         {"model": "org/other"},
         {"hf_config": HfConfig(commit="other")},
@@ -94,30 +109,68 @@ def test_weights_without_any_identity_are_this_engines_own(caplog: pytest.LogCap
     assert "lmcache.weights_id" in caplog.text
 
 
+@pytest.mark.usefixtures("started_later")
 def test_two_seeds_under_one_name_have_two_identities(tmp_path: Path) -> None:
-    digests = set()
-    for seed in (b"a", b"b"):
+    identities = []
+    for seed in (b"a", b"b", b"a"):
         safetensors(tmp_path / "model.safetensors", {"w": b"same" * 5000, "v": seed * 900})
-        digests.add(digest_files(tmp_path))
         config = vllm_config(str(tmp_path))
-        assert weights_identity(config, config.model_config, "") == f"files {digest_files(tmp_path)}"
-    assert len(digests) == 2
+        identities.append(weights_identity(config, config.model_config, ""))
+    assert all(identity.startswith("files ") for identity in identities)
+    assert identities[0] == identities[2] != identities[1]
 
 
-@pytest.mark.parametrize("name", ["model.bin", "model.gguf"])
-def test_weights_of_other_formats_are_sampled_too(tmp_path: Path, name: str) -> None:
-    digests = set()
-    for content in (bytes(100_000), bytes(99_999), b"x" * 100_000, b"short"):
-        (tmp_path / name).write_bytes(content)
-        digests.add(digest_files(tmp_path))
-    assert len(digests) == 4
+@pytest.mark.usefixtures("started_later")
+def test_the_same_weights_have_one_identity_in_two_folders(tmp_path: Path) -> None:
+    identities = set()
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        safetensors(tmp_path / name / "model.safetensors", {"w": b"same" * 50_000})
+        config = vllm_config(str(tmp_path / name))
+        identities.add(weights_identity(config, config.model_config, ""))
+    assert len(identities) == 1
 
 
-def test_a_folder_without_weights_has_no_digest(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert digest_files(tmp_path) == ""
+def test_weights_that_changed_since_the_process_began_are_not_taken_for_what_it_has_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    safetensors(tmp_path / "model.safetensors", {"w": b"same" * 5000})
+    # the path looks as a model hub's does; its commit says nothing of files that were changed
+    config = vllm_config(str(tmp_path), hf_config=HfConfig(commit="c0ffee"))
+    assert weights_identity(config, config.model_config, "") == "engine this-engine"
+    assert f"they may not be what the files hold by now: {tmp_path} has changed" in caplog.text
 
 
-def test_empty_tensors_do_no_harm(tmp_path: Path) -> None:
-    safetensors(tmp_path / "model.safetensors", {"empty": b"", "one": b"1"})
-    assert digest_files(tmp_path)
+def test_the_users_word_for_the_weights_is_believed_without_looking(tmp_path: Path) -> None:
+    config = vllm_config(str(tmp_path / "nothing"))
+    assert weights_identity(config, config.model_config, "mine-7") == "user mine-7"
+
+
+def lora_config(**different: Any) -> SimpleNamespace:
+    defaults = {
+        "lora_dtype": "torch.float32",
+        "target_modules": None,
+        "enable_tower_connector_lora": False,
+        "enable_mixed_moe_lora_format": False,
+        "enable_moe_shared_loras": False,
+    }
+    return SimpleNamespace(**defaults | different)
+
+
+def test_an_engine_that_serves_loras_shares_with_one_that_does_not() -> None:
+    assert facts(vllm_config(lora=lora_config())) == facts(vllm_config())
+
+
+def test_engines_that_apply_a_lora_in_another_way_do_not_share() -> None:
+    different = [
+        {"lora_dtype": "torch.bfloat16"},
+        {"target_modules": ["q_proj"]},
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"enable_tower_connector_lora": True},
+        {"enable_mixed_moe_lora_format": True},
+        {"enable_moe_shared_loras": True},
+    ]
+    all_facts = [facts(vllm_config(lora=lora_config(**each))) for each in [{}, *different]]
+    assert len({str(sorted(each.items())) for each in all_facts}) == len(all_facts)
+    one, other = (lora_config(target_modules=modules) for modules in (["a", "b"], ["b", "a"]))
+    assert facts(vllm_config(lora=one)) == facts(vllm_config(lora=other))
