@@ -24,6 +24,7 @@ from lmcache.core.client import Client, Engine
 from lmcache.core.protocol import Role
 from lmcache.engines.vllm.checks import check_parallelism, check_version
 from lmcache.engines.vllm.describe import SpecGroup, logged_blocks, spec_groups
+from lmcache.engines.vllm.lora import watch_loads
 from lmcache.engines.vllm.offering import Offering
 from lmcache.engines.vllm.orders import StepOrders
 from lmcache.engines.vllm.scheduler import SchedulerSide
@@ -74,6 +75,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         self._facts: WorkerFacts | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._announce()
+        elif vllm_config.lora_config is not None:
+            watch_loads()
 
     def _announce(self) -> None:
         log.info("lmcache %s serves vLLM %s through %s", __version__, vllm.__version__, type(self).__module__)

@@ -60,16 +60,14 @@ class NeverCached:
     reason: str
 
 
-def content_of(request: EngineRequest, generation: str, loras: LoraBook | None = None) -> Content | NeverCached:
+def content_of(request: EngineRequest, generation: str, loras: LoraBook) -> Content | NeverCached:
     """Tell what, besides tokens, decides the request's KV.
 
     `generation` is empty until the engine's cache is reset, and something never used before after each reset: entries
-    stored earlier are then out of this engine's reach. Without `loras` no request with a LoRA is cached.
+    stored earlier are then out of this engine's reach.
     """
-    if loras is None and request.lora_request is not None:
-        return NeverCached("its LoRA weights have no identity that survives a change of the files")
     # whatever else is true of the request, the book must see every LoRA that is named
-    lora = loras.find(request.lora_request) if loras is not None and request.lora_request is not None else None
+    lora = loras.find(request.lora_request) if request.lora_request is not None else None
     reason = _why_never(request, lora)
     if reason:
         return NeverCached(reason)

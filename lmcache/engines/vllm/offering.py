@@ -47,7 +47,8 @@ class Offering:
             else _table_blocks(group, chunks, link.chunk_size, ids)
             for number, (group, ids) in enumerate(zip(self._geometry.groups, table, strict=True))
         )
-        return StoreOrder(tracked.request.request_id, tracked.content.tenant, chunks.start, hashes, blocks)
+        content = tracked.content
+        return StoreOrder(tracked.request.request_id, content.tenant, chunks.start, hashes, blocks, content.evidence())
 
 
 def _table_blocks(group: KVGroup, chunks: range, chunk_size: int, ids: list[int]) -> list[int]:

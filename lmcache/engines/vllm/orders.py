@@ -2,6 +2,8 @@
 
 import attrs
 
+from lmcache.engines.vllm.lora import Evidence
+
 NULL_BLOCK = 0
 """vLLM's block for positions that hold nothing, in every group: never stored, never loaded into."""
 
@@ -38,6 +40,8 @@ class StoreOrder:
     `NULL_BLOCK` where vLLM holds none: behind a window, or where there is no state snapshot. Empty for scratch. Ids of
     groups that are not full are good for this step only: vLLM may give such blocks to others before the next one.
     """
+    evidence: Evidence | None = None
+    """What has to hold after this step, or its KV may be of other LoRA weights than the hashes say."""
 
 
 @attrs.frozen

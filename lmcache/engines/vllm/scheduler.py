@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from lmcache.engines.vllm.content import EngineRequest, NeverCached, content_of
+from lmcache.engines.vllm.lora import LoraBook
 from lmcache.engines.vllm.offering import Offering, Snapshot
 from lmcache.engines.vllm.orders import LoadOrder, StepOrders, StoreOrder
 from lmcache.engines.vllm.tracked import (
@@ -62,13 +63,14 @@ class SchedulerSide:
         self._store_orders = 0
         self._failed: set[str] = set()
         self._generation = ""
+        self._loras = LoraBook()
         self._told: set[str] = set()
 
     # --------------------------------------------------------------------------------------------------- looking up
 
     def arrived(self, request: EngineRequest) -> None:
         """Look the prompt up at once, so that the answer is there when the request's turn comes."""
-        content = content_of(request, self._generation)
+        content = content_of(request, self._generation, self._loras)
         if isinstance(content, NeverCached):
             self._tell_once(content.reason)
             return
@@ -96,7 +98,7 @@ class SchedulerSide:
             self._hear(tracked)
         if isinstance(tracked.state, Asked):
             return None, False
-        if isinstance(tracked.state, Held) and tracked.state.tokens > computed:
+        if isinstance(tracked.state, Held) and tracked.state.tokens > computed and tracked.content.certain():
             return tracked.state.tokens - computed, True
         return 0, False
 

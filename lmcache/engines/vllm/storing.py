@@ -53,6 +53,7 @@ class Storer:
         self._kernels = kernels
         self._plans = plans
         self._stored: dict[str, _Stored] = {}
+        self._doubted: set[str] = set()
         # full groups first, where there are any: their chunks are the parents of all others
         self._order = sorted(geometry.cached_groups, key=lambda group: not self._full(group))
         # ranks with the same bytes take turns; but where a rank has to store one group and not another, the chunks of
@@ -64,6 +65,7 @@ class Storer:
 
         Called in every step, after the forward pass. Raises nothing: what cannot be stored is a later miss.
         """
+        orders = [order for order in orders if self._certain(order)]
         for order in orders:
             self._remember(order)
         if not orders:
@@ -83,6 +85,14 @@ class Storer:
         """These requests have ended: their blocks are no longer theirs."""
         for request in requests:
             self._stored.pop(request, None)
+            self._doubted.discard(request)
+
+    def _certain(self, order: StoreOrder) -> bool:
+        """Whether the KV is of the LoRA weights that its hashes say. Once it is not, the request is left alone."""
+        # the forward pass is done: whatever vLLM has read in order to compute this KV, it has read by now
+        if order.evidence is not None and not order.evidence.holds():
+            self._doubted.add(order.request)
+        return order.request not in self._doubted
 
     def _remember(self, order: StoreOrder) -> None:
         stored = self._stored.get(order.request)

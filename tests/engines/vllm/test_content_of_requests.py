@@ -59,7 +59,7 @@ def test_requests_with_two_loras_and_with_none_have_three_roots(book: LoraBook, 
     one, two = lora_folder(tmp_path / "one"), lora_folder(tmp_path / "two", fill=b"b")
     contents = [content_of(request(each), "", book) for each in (None, lora(one, 1), lora(two, 2))]
     assert len({content.root for content in contents}) == 3
-    assert contents[0].root == content_of(request(), "").root
+    assert contents[0].root == content_of(request(), "", book).root
     assert [content.certain() for content in contents] == [True, True, True]
 
 
@@ -144,11 +144,6 @@ def test_one_path_read_in_two_forms_is_never_cached(book: LoraBook, tmp_path: Pa
     assert not first.certain()
     other = LoraBook(begins_later())
     assert cached(other, lora(path, is_3d_lora_weight=True)).root != first.root
-
-
-def test_a_book_that_nobody_keeps_caches_no_lora(tmp_path: Path) -> None:
-    content = content_of(request(lora(lora_folder(tmp_path / "lora"))), "")
-    assert isinstance(content, NeverCached)
 
 
 def test_the_digest_is_computed_once(book: LoraBook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +267,7 @@ def image(digest: str = "a" * 64, offset: int = 4, length: int = 30, modality: s
 
 def hashes(**different: Any) -> list[bytes]:
     """Chain hashes of the same 80 tokens, placeholders included."""
-    content = content_of(request(**different), "")
+    content = content_of(request(**different), "", LoraBook(begins_later()))
     assert isinstance(content, Content)
     joined = ChainHasher(content.root, CHUNK, content.items).extend_to([7] * 80)
     return [joined[at : at + 16] for at in range(0, len(joined), 16)]
@@ -327,8 +322,8 @@ def test_an_image_in_the_second_chunk_leaves_the_first_one_shared_with_text_alon
     ],
     ids=["embeddings", "streamed", "named image", "short digest"],
 )
-def test_what_the_keys_cannot_tell_is_never_cached(different: dict[str, Any], why: str) -> None:
-    assert content_of(request(**different), "") == NeverCached(why)
+def test_what_the_keys_cannot_tell_is_never_cached(book: LoraBook, different: dict[str, Any], why: str) -> None:
+    assert content_of(request(**different), "", book) == NeverCached(why)
 
 
 def test_a_request_that_is_not_cached_for_another_reason_still_shows_its_lora_to_the_book(
@@ -348,7 +343,7 @@ def test_salts_and_loras_are_told_apart(book: LoraBook, tmp_path: Path) -> None:
         for generation in ("", "g")
     ]
     assert len({content.root for content in found}) == len(found)
-    assert content_of(request(cache_salt=""), "").root == content_of(request(), "").root
+    assert content_of(request(cache_salt=""), "", book).root == content_of(request(), "", book).root
 
 
 def test_roots_are_the_same_in_any_process_whatever_its_hash_seed(book: LoraBook, tmp_path: Path) -> None:

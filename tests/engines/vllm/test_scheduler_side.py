@@ -476,7 +476,7 @@ def test_a_salt_changes_keys_and_names_a_tenant_without_telling_the_salt(stage: 
 @pytest.mark.parametrize(
     "different",
     [
-        {"lora_request": object()},
+        {"lora_request": SimpleNamespace(lora_int_id=1, lora_path="org/lora-of-a-hub", load_inplace=False)},
         {"prompt_embeds": object()},
         {"resumable": True},
         {"mm_features": [SimpleNamespace(identifier="0-image-0", modality="image")]},
