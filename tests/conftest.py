@@ -2,11 +2,16 @@
 
 import importlib.util
 import os
+import signal
 
 import pytest
 
 # read when NumPy is loaded: BLAS threads fight over the reference engine's small matrices, at ten times the cost
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# a shell makes what it runs in the background deaf to SIGINT, and what tests start would inherit that
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["leaks"]
 
