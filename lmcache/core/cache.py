@@ -91,6 +91,7 @@ class Cache:
         self.pins: dict[int, Pins] = {}
         """For each owner that has tickets, what they hold."""
         self._order = GuardedOrder(policy, self.counters)
+        self._order.resize(allocator.cells)
         self._pin_limit = int(allocator.cells * pin_share)
         self._next_id = first_id
         self._completed: deque[int] = deque(maxlen=REMEMBERED_TICKETS)

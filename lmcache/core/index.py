@@ -57,6 +57,11 @@ class Node:
         return f"<Node {self.hash.hex()[:8]} depth {self.depth} sealed {self.sealed:b} pins {self.pins}>"
 
     @property
+    def key(self) -> bytes:
+        """Equal for the same chunk of the same namespace in any of its lives."""
+        return self.namespace.digest + self.hash
+
+    @property
     def evictable(self) -> bool:
         """Nobody reads it, nobody writes it, nothing that stays hangs below it, and it has not been chosen yet."""
         return not (self.pins or self.writing or self.live_children or self.doomed)

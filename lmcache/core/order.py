@@ -23,12 +23,19 @@ class GuardedOrder:
         self._logged: set[str] = set()
         self._arrived: dict[Node, None] = {}
 
+    def resize(self, cells: int) -> None:
+        """L1 has `cells` cells, whether or not there is memory behind them by now."""
+        try:
+            self._policy.resize(cells)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - here and below: a plugin's code; `_failed` logs it
+            self._failed("resize", error)
+
     def insert(self, node: Node) -> None:
         """`node` is new."""
         self._arrived[node] = None
         try:
             self._policy.insert(node)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - here and below: a plugin's code; `_failed` logs it
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             self._failed("insert", error)
 
     def touch(self, nodes: Sequence[Node]) -> None:

@@ -8,7 +8,7 @@ raise. What a call costs may grow with the nodes that it is given, not with thos
 """
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 
@@ -17,6 +17,13 @@ class ChunkNode(Protocol):
 
     Policies read it and write nothing but `policy_state`. It cannot be referred to weakly.
     """
+
+    @property
+    def key(self) -> Hashable:
+        """What is cached here: equal for the same chunk whenever it comes again, and for no other.
+
+        Refers to nothing, so it is what a policy may keep of a node that was removed, within bounds.
+        """
 
     @property
     def parent(self) -> "ChunkNode | None":
@@ -32,7 +39,7 @@ class ChunkNode(Protocol):
 
     @property
     def cells(self) -> int:
-        """Arena cells that it takes now, over all groups and shards."""
+        """Arena cells that it takes now, over all groups and shards. 0 at its insertion; grows as it is stored."""
 
     policy_state: Any
     """Free for the policy: whatever it wants to remember about this node. The cache never looks at it."""
@@ -47,6 +54,13 @@ class EvictionPolicy(abc.ABC):
 
     name: ClassVar[str]
     """What users write after `--eviction-policy`; matched without regard to case."""
+
+    def resize(self, cells: int) -> None:  # noqa: B027  # most policies need not know
+        """L1 can hold `cells` cells. Called before the first `insert`, and again should L1 grow; a node takes some.
+
+        It is what the user asked for, not what is free or has memory by now: an upper bound, for how much to remember.
+        What a policy counts in nodes is known better from the nodes themselves: when `victims` is called, L1 is full.
+        """
 
     @abc.abstractmethod
     def insert(self, node: ChunkNode) -> None:
@@ -66,6 +80,7 @@ class EvictionPolicy(abc.ABC):
         """`node` left the cache, by eviction or otherwise. Called once per node, in any order of chains.
 
         Nothing may refer to it afterwards, not even in a cycle: the server runs with the cyclic garbage collector off.
+        What came and went may be remembered by `node.key`, for no more chunks than are cached or L1 has cells.
         """
 
     @abc.abstractmethod

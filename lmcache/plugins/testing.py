@@ -18,7 +18,7 @@ import gc
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
@@ -28,18 +28,31 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmcache.core.policy import EvictionPolicy
 
+_UNSEEN = itertools.count()
+
 
 class FakeNode:
-    """A chunk node that belongs to no cache. As in a real one, there is no room for foreign attributes."""
+    """A chunk node that belongs to no cache. As in a real one, there is no room for foreign attributes.
 
-    __slots__ = ("_depth", "_parent", "_tenant", "cells", "policy_state")
+    `key` says which chunk it is; without one it is a chunk that nobody has seen before.
+    """
 
-    def __init__(self, parent: "FakeNode | None" = None, *, tenant: str = "", cells: int = 1) -> None:
+    __slots__ = ("_depth", "_key", "_parent", "_tenant", "cells", "policy_state")
+
+    def __init__(
+        self, parent: "FakeNode | None" = None, *, tenant: str = "", cells: int = 1, key: Hashable = None
+    ) -> None:
+        self._key = next(_UNSEEN) if key is None else key
         self._parent = parent
         self._depth: int = 0 if parent is None else parent.depth + 1
         self._tenant = tenant
         self.cells = cells
         self.policy_state: Any = None
+
+    @property
+    def key(self) -> Hashable:
+        """Which chunk it is, in this life and any other."""
+        return self._key
 
     @property
     def parent(self) -> "FakeNode | None":

@@ -508,6 +508,9 @@ class _Raising(_First):
         if self.failing == call:
             raise RuntimeError("a policy's bug")
 
+    def resize(self, cells: int) -> None:
+        self._fail("resize")
+
     def insert(self, node: ChunkNode) -> None:
         self._fail("insert")
         super().insert(node)
@@ -541,6 +544,31 @@ def test_a_policy_that_raises_costs_space_and_neither_a_request_nor_a_right(make
     assert bench.cache.reservations == {}
     bench.hit(prompt("a", 2))
     check_invariants(bench.cache)
+
+
+def test_a_policy_hears_the_size_of_l1_before_anything_is_inserted(make: Make) -> None:
+    calls: list[str] = []
+
+    class Listening(_First):
+        def resize(self, cells: int) -> None:
+            calls.append(f"resize {cells}")
+
+        def insert(self, node: ChunkNode) -> None:
+            calls.append("insert")
+            super().insert(node)
+
+    bench = make(8, policy=Listening())
+    bench.store(prompt("a", 1))
+
+    assert calls == ["resize 8", "insert"]
+
+
+def test_a_policy_that_raises_when_it_hears_the_size_is_counted_and_served_with(make: Make) -> None:
+    policy = _Raising()
+    policy.failing = "resize"
+    bench = make(8, policy=policy)
+    assert bench.cache.counters.policy_errors == 1
+    assert bench.store(prompt("a", 1)).placed == GRANTED
 
 
 # -------------------------------------------------------------------------------------------------------------- reading

@@ -117,3 +117,12 @@ def test_sizing_a_namespace_costs_nothing_however_large_its_pages_are() -> None:
     geometry = Geometry((KVGroup(GroupKind.FULL, 1, (1 << 60,)),))
 
     assert Namespace(NamespaceDigest(b"n" * 16), {}, geometry, 1, 4096).object_cells == (1 << 48,)
+
+
+def test_a_chunk_has_the_key_of_its_former_life_and_no_other_chunk_or_namespace_has_it() -> None:
+    space, other = namespace(), Namespace(NamespaceDigest(b"o" * 16), {}, GEOMETRY, 64, 4096)
+    first = node(space, b"a")
+    first.unlink()
+
+    assert node(space, b"a").key == first.key
+    assert len({first.key, node(space, b"b").key, node(other, b"a").key}) == 3
