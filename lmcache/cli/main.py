@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = {
     "wait-idle": "Wait until no store is in flight on a server.",
     "plugins": "List plugins, and what each brings.",
     "demo": "Run the main job once, cold and cache-served side by side.",
+    "geometry": "Explain a model's KV groups, chunk sizes and what they store.",
     "bench": "Measure costs, with the machine's own limits beside them.",
 }
 """Our own commands and their short help, here so that `lmcache --help` imports none of them."""

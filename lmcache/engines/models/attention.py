@@ -48,7 +48,7 @@ def gemma3(config: ModelConfig, running: Running) -> Layers:
 def gpt_oss(config: ModelConfig, running: Running) -> Layers:
     """A sliding window in every other layer, from the first on, whatever `layer_types` says."""
     types = [FULL if number % 2 else SLIDING for number in range(config.layers)]
-    return attention_layers(config, running, types, window=config.integer("sliding_window"))
+    return attention_layers(config, running, types, window=config.integer("sliding_window"), part="attn.attn")
 
 
 def llama4(config: ModelConfig, running: Running) -> Layers:
@@ -67,7 +67,12 @@ def _every(config: ModelConfig, running: Running, step: int) -> Layers:
 
 
 def attention_layers(
-    config: ModelConfig, running: Running, types: Sequence[str], window: int = 0, span: int = 0
+    config: ModelConfig,
+    running: Running,
+    types: Sequence[str],
+    window: int = 0,
+    span: int = 0,
+    part: str = "self_attn.attn",
 ) -> Layers:
     """One layer for each word of `types`. Raises ConfigError for a word that is none of theirs."""
     known = {FULL: heads(config, running)}
@@ -81,7 +86,7 @@ def attention_layers(
             f"{config.path} has layers of the type {unknown.pop()!r}, which {config.architecture} does not",
             remedy="start the engine and ask it with --server",
         )
-    return Layers(tuple(CacheLayer(f"model.layers.{n}.self_attn.attn", known[kind]) for n, kind in enumerate(types)))
+    return Layers(tuple(CacheLayer(f"model.layers.{n}.{part}", known[kind]) for n, kind in enumerate(types)))
 
 
 def heads(config: ModelConfig, running: Running, window: int = 0, span: int = 0, block_size: int = 0) -> Heads:

@@ -154,7 +154,7 @@ def deepseek_v41(config: ModelConfig, running: Running) -> Layers:
 def _v41_layer(
     config: ModelConfig, number: int, ratio: int, block: int, *, keeps: bool, indexes: bool
 ) -> Iterator[CacheLayer]:
-    name = f"model.layers.{number}.attn"
+    name = f"language_model.model.layers.{number}.attn"
     if keeps:
         kept = _packed_latent(config, block, tokens_per_state=ratio)
         yield CacheLayer(name, attrs.evolve(kept, replicated=False))

@@ -138,7 +138,7 @@ class Latent:
         return "SlidingWindowMLASpec" if self.window else "MLAAttentionSpec"
 
     def __str__(self) -> str:
-        each = f"{self.state_bytes or self.size * BYTES[self.dtype]} bytes"
+        each = f"{self.state_bytes or self.size * BYTES[self.dtype]:,} bytes"
         return f"{self.what}, {each} " + (
             f"for {self.tokens_per_state} tokens" if self.tokens_per_state > 1 else "each"
         )

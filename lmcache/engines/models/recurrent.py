@@ -133,7 +133,7 @@ def granite(config: ModelConfig, running: Running) -> Layers:
         kernel=config.integer("mamba_d_conv"),
         dtype=model_dtype(config),
     )
-    return _mamba2_layers(config, running, types, {LINEAR: "mamba", FULL: "self_attn.attn"}, state)
+    return _mamba2_layers(config, running, types, {LINEAR: "mixer", FULL: "self_attn.attn"}, state)
 
 
 def nemotron_h(config: ModelConfig, running: Running) -> Layers:

@@ -1,16 +1,18 @@
-"""A model's KV groups before anybody starts it, as vLLM's own code sorts them. A process of its own.
+"""A model's KV groups before anybody starts it, as vLLM's own code sorts them, in a process of its own.
 
     python -m lmcache.engines.vllm.model_groups CONFIG_JSON RANKS KV_DTYPE BLOCK_SIZE
 
-Prints one JSON object: vLLM's version, the geometry that the connector would register, and the layers of each group.
+prints one JSON object: vLLM's version, the geometry that the connector would register, and the layers of each group.
 The layers come from our table of architectures; from there on everything is vLLM's and the connector's: spec objects,
 groups, the placement of pages, and views of memory that is never there (torch's device `meta`).
 """
 
-import json
+import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -20,8 +22,11 @@ from lmcache.engines.models.layers import CacheLayer, Heads, Latent, Layers, Rin
 from lmcache.engines.models.running import Running
 from lmcache.engines.models.source import read_config
 from lmcache.engines.models.table import layers_of
-from lmcache.errors import LMCacheError
+from lmcache.errors import ConfigError
 from lmcache.geometry.groups import Geometry
+
+PATIENCE = 300.0
+"""Seconds: importing vLLM takes up to 90 on a busy machine."""
 
 BLOCKS = 3
 """Of the cache whose views are looked at; any number would do."""
@@ -35,6 +40,35 @@ class Grouped:
     geometry: Geometry
     layers: tuple[tuple[str, ...], ...]
     """Names, for each group, scratch included."""
+
+
+def vllm_is_installed() -> bool:
+    """Whether there is one to ask; found out without importing it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def ask_vllm(path: Path, running: Running) -> Grouped:
+    """Start this module beside the caller, who never imports vLLM. Raises ConfigError when vLLM does not know."""
+    words = [str(path), str(running.ranks), running.kv_dtype, str(running.block_size)]
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=environment,
+            check=False,
+            timeout=PATIENCE,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"vLLM did not answer within {PATIENCE:g} s", remedy=_OTHER_WAY) from None
+    if done.returncode:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(f"the vLLM that is installed could not sort the layers of {path}: {last}", remedy=_OTHER_WAY)
+    return msgspec.json.decode(done.stdout, type=Grouped)
+
+
+_OTHER_WAY = "use --via table, which needs no vLLM"
 
 
 def group_with_vllm(layers: Layers, ranks: int) -> Grouped:
@@ -79,8 +113,15 @@ def _views(cache: Any, config: Any) -> Mapping[str, Any]:
 
 def vllm_spec(layer: CacheLayer) -> Any:
     """The spec object that says of a layer what ours says."""
-    make = {Heads: _heads, Latent: _latent, State: _state, Ring: _ring}[type(layer.spec)]
-    return make(layer.spec)
+    match layer.spec:
+        case Heads():
+            return _heads(layer.spec)
+        case Latent():
+            return _latent(layer.spec)
+        case State():
+            return _state(layer.spec)
+        case Ring():
+            return _ring(layer.spec)
 
 
 def _heads(spec: Heads) -> Any:
@@ -154,21 +195,14 @@ def _dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> None:
     """Answer on standard output; what vLLM prints goes to standard error."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    path, ranks, kv_dtype, block_size = arguments
-    running = Running(int(ranks), kv_dtype, int(block_size))
-    try:
-        grouped = group_with_vllm(layers_of(read_config(path), running), running.ranks)
-    except LMCacheError as error:
-        answers.write(json.dumps({"error": str(error.args[0]), "remedy": error.remedy}).encode())
-        return 1
-    answers.write(msgspec.json.encode(grouped))
-    answers.close()
-    return 0
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+        path, ranks, kv_dtype, block_size = arguments
+        running = Running(int(ranks), kv_dtype, int(block_size))
+        answers.write(msgspec.json.encode(group_with_vllm(layers_of(read_config(path), running), running.ranks)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
