@@ -1,6 +1,6 @@
 """Tiny models with random weights, so that a real vLLM can prove the cache on any machine.
 
-    python -m lmcache.engines.vllm.tiny_models FOLDER [llama] [dsv3]
+    python -m lmcache.engines.vllm.tiny_models FOLDER [llama] [dsv3] [gemma3] [gptoss] [qwen3next]
 
 The weights are large enough that answers depend on the whole prompt: with vLLM's `load_format="dummy"` an answer says
 next to nothing about the KV it was computed from. There is no tokenizer; prompts are token ids from 3 to 1023.
@@ -31,12 +31,13 @@ _COMMON: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+_HEADS: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 32}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "num_key_value_heads": 4,
-        "head_dim": 32,
+        **_HEADS,
     },
     "dsv3": {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -61,8 +62,66 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
     },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "sliding_window": 512,
+        "query_pre_attn_scalar": 32,
+        "rope_local_base_freq": 10000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        **_HEADS,
+    },
+    "gptoss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "intermediate_size": 256,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 128,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "rope_theta": 10000.0,
+        },
+        **_HEADS,
+    },
+    "qwen3next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        **_HEADS,
+    },
 }
-"""By name: `llama` has full attention in one KV group, `dsv3` one latent vector a token (MLA)."""
+"""By name, and what their KV groups are in vLLM:
+
+`llama`      one, full attention
+`dsv3`       one, of one latent vector a token (MLA)
+`gemma3`     two of a sliding window of 512 tokens, one full; two layers each
+`gptoss`     one of a sliding window of 128 tokens, one full; two layers each
+`qwen3next`  three recurrent (gated delta net), one full; one layer each
+"""
 
 
 def make_model(folder: Path, name: str, seed: int = 0) -> Path:

@@ -35,10 +35,13 @@ class Driver:
             return {}
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+        worker = get_kv_transfer_group()
         return {
             "scheduler": core.scheduler,
+            "connectors": (core.scheduler.connector, worker),
             "looking": core.scheduler.connector._scheduler,
-            "loader": get_kv_transfer_group()._worker._loader,
+            "loader": worker._worker._loader,
+            "storer": worker._worker._storer,
         }
 
     def params(self, max_tokens: int, **more: Any) -> Any:
@@ -66,6 +69,24 @@ class Driver:
             "cached": output.num_cached_tokens,
             "finish": made.finish_reason,
         }
+
+    def without_cache(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
+        """What the engine answers when its connector does nothing at all. Its own prefix cache is as it is."""
+        halves = [vars(connector) for connector in self.names["connectors"]]
+        kept = [(half["_scheduler"], half["_worker"]) for half in halves]
+        for half in halves:
+            half.update(_scheduler=None, _worker=None)
+        try:
+            return self.generate(prompts, max_tokens, None)
+        finally:
+            for half, (scheduler, worker) in zip(halves, kept, strict=True):
+                half.update(_scheduler=scheduler, _worker=worker)
+
+    def budget(self, tokens: int) -> int:
+        """From now on compute at most so many tokens a step; returns how many it were."""
+        scheduler = self.names["scheduler"]
+        before, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, tokens
+        return before
 
     def add(self, name: str, ids: list[int], max_tokens: int, salt: str | None = None, **more: Any) -> None:
         """Queue a request and do nothing for it yet."""
