@@ -70,9 +70,16 @@ class EvictionPolicy(abc.ABC):
     def touch(self, nodes: Sequence[ChunkNode]) -> None:
         """`nodes` were used by one request, in this order: from the tail of its chain to the root.
 
-        Called once per request that stored or hit, with known nodes only, each of them once. A chain's root comes last,
-        so a policy that goes by recency keeps roots longest. Also called with dozens
-        of nodes that are in use when these stand first in line, and so in the way of a search for victims.
+        Called with known nodes only, each of them once. A chain's root comes last, so a policy that goes by recency
+        keeps roots longest. There are two kinds, and a prompt usually causes one of each, the lookup first:
+
+        - a lookup hit `nodes`: none of them is new, each was used once more;
+        - a store put new nodes below a chain: those inserted since come first, `nodes[0]` among them; the others were
+          named by the prompt's lookup, or by the part of it that was stored before, so nobody used them once more.
+          `plugins.eviction.arrivals.Arrivals` tells the two apart for policies that count.
+
+        Also called with dozens of nodes that are in use when these stand first in line, and so in the way of a search
+        for victims.
         """
 
     @abc.abstractmethod

@@ -1,6 +1,7 @@
 """Chunk nodes in an order: what most policies are made of, and what a third party's policy may be made of, too."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from lmcache.core.policy import ChunkNode
 
@@ -8,11 +9,13 @@ from lmcache.core.policy import ChunkNode
 class Link:
     """A node's place in a queue. `node.policy_state` holds it."""
 
-    __slots__ = ("colder", "node", "warmer")
+    __slots__ = ("colder", "mark", "node", "warmer")
 
     node: ChunkNode
     colder: "Link"
     warmer: "Link"
+    mark: Any
+    """Free for the policy, and kept when the node moves to another queue."""
 
 
 class NodeQueue:
@@ -21,8 +24,8 @@ class NodeQueue:
     Every operation costs the same at a thousand nodes and at a million. An ordered dict does not: finding its oldest
     entry walks past the traces of all entries that were removed from its front since it last grew.
 
-    A node is in one queue at a time, which owns its `policy_state` meanwhile: a policy that remembers more about a node
-    keeps that in a dict of its own, keyed by node. Nothing here refers to a removed node, not even in a cycle.
+    A node is in one queue at a time, which owns its `policy_state` meanwhile: what a policy remembers about the node, it
+    keeps in `node.policy_state.mark`. Nothing here refers to a removed node, not even in a cycle.
     """
 
     __slots__ = ("_end",)
@@ -32,11 +35,12 @@ class NodeQueue:
         self._end = end = Link()
         end.colder = end.warmer = end
 
-    def append(self, node: ChunkNode) -> None:
+    def append(self, node: ChunkNode, mark: Any = None) -> None:
         """Put a node that is in no queue at the warm end."""
         end = self._end
         node.policy_state = link = Link()
         link.node = node
+        link.mark = mark
         link.colder, link.warmer = end.colder, end
         end.colder.warmer = link
         end.colder = link
@@ -65,6 +69,12 @@ class NodeQueue:
         link.colder.warmer = link.warmer
         link.warmer.colder = link.colder
         node.policy_state = None
+
+    @property
+    def coldest(self) -> ChunkNode | None:
+        """The node at the cold end; None when the queue is empty."""
+        link = self._end.warmer
+        return None if link is self._end else link.node
 
     def __iter__(self) -> Iterator[ChunkNode]:
         """Nodes from cold to warm. The queue must not change until the iteration ends or is given up."""
