@@ -78,6 +78,19 @@ if TYPE_CHECKING:
     help="Folder for the Unix socket, for containers that share a volume. Without it no file is made.",
 )
 @click.option(
+    "--record",
+    metavar="FILE",
+    help="Write lookups and stores to FILE, for `lmcache simulate`: hashes, sizes, times and tenants, never tokens.",
+)
+@click.option(
+    "--record-mb",
+    type=WholeNumber("give a whole number of MB, 1 or more", 1),
+    default=512,
+    show_default=True,
+    metavar="MB",
+    help="Room for the recording, in MB of 2^20 bytes. When FILE takes half of it, it becomes FILE.1, and begins anew.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -94,6 +107,8 @@ def server(
     max_workers: int,
     plugin_names: tuple[str, ...],
     socket_dir: str | None,
+    record: str | None,
+    record_mb: int,
     log_level: str,
 ) -> None:
     """Run the cache server until SIGTERM or SIGINT, which let stores in flight finish; a second one ends it at once."""
@@ -109,7 +124,7 @@ def server(
         socket_dir=socket_dir,
     )
     _start_logging(log_level)
-    _serve(config, eviction_policy, plugin_names)
+    _serve(config, eviction_policy, plugin_names, record, record_mb << 20)
 
 
 def _start_logging(level: str) -> None:
@@ -118,16 +133,21 @@ def _start_logging(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-def _serve(config: "ServerConfig", eviction_policy: str, names: tuple[str, ...]) -> None:
+def _serve(
+    config: "ServerConfig", eviction_policy: str, names: tuple[str, ...], record: str | None, record_bytes: int
+) -> None:
+    from lmcache.core.recording import recording
     from lmcache.core.server import Server
     from lmcache.plugins.manager import PluginManager
 
     plugins = PluginManager(names)
     policy = plugins.make_policy(eviction_policy)
-    running = Server(config, policy)
-    _stop_on_signals(running)
-    click.echo(_ready_line(running, policy.name))
-    _run(running, plugins)
+    about = {"policy": policy.name, "cells": config.cells, "cell_bytes": config.cell_bytes}
+    with recording(record, record_bytes, about) as recorder:
+        running = Server(config, policy, recorder)
+        _stop_on_signals(running)
+        click.echo(_ready_line(running, policy.name))
+        _run(running, plugins)
 
 
 def _run(running: "Server", plugins: "PluginManager") -> None:

@@ -25,6 +25,7 @@ class Counters:
     messages_malformed: int = _counter("messages", "messages that could not be read, on either transport")
     clients_refused: int = _counter("clients", "Unix connections turned away")
     policy_errors: int = _counter("errors", "calls in which the eviction policy failed; the first of a kind is logged")
+    records_lost: int = _counter("events", "lookups and stores that `--record` could not write down; logged once")
     internal_errors: int = _counter("errors", "faults of the server's own; each is in its log")
 
 

@@ -46,6 +46,7 @@ from lmcache.core.protocol import (
     decode_request,
     encode,
 )
+from lmcache.core.recording import Recorder
 from lmcache.core.service import HANDLERS, Service, check_version
 from lmcache.errors import ConfigError, LMCacheError, ProtocolError, Refused
 
@@ -65,9 +66,12 @@ ACCEPT_PAUSE_SECONDS = 1.0
 
 
 class Server:
-    """Opens port, socket and arena; raises ConfigError or MemoryLimitError before anything is served."""
+    """Opens port, socket and arena; raises ConfigError or MemoryLimitError before anything is served.
 
-    def __init__(self, config: ServerConfig, policy: EvictionPolicy) -> None:
+    `recorder`, if there is one, hears of every lookup and store; whoever made it closes it, after `run`.
+    """
+
+    def __init__(self, config: ServerConfig, policy: EvictionPolicy, recorder: Recorder | None = None) -> None:
         config.check_memory()
         self.config = config
         self.epoch = os.urandom(8).hex()
@@ -82,7 +86,7 @@ class Server:
         self._accept_again = 0.0
         with contextlib.ExitStack() as opened:
             try:
-                self._open(opened, policy)
+                self._open(opened, policy, recorder)
             except (OSError, OverflowError, ValueError) as error:
                 if isinstance(error, LMCacheError):
                     raise
@@ -92,7 +96,7 @@ class Server:
                 ) from error
             self._resources = opened.pop_all()
 
-    def _open(self, opened: contextlib.ExitStack, policy: EvictionPolicy) -> None:
+    def _open(self, opened: contextlib.ExitStack, policy: EvictionPolicy, recorder: Recorder | None) -> None:
         config = self.config
         self._router, self.port = opened.enter_context(bind_router(config.host, config.port))
         self._listener, self.socket_address = opened.enter_context(listen(config.socket_dir, self.port, self.epoch))
@@ -109,7 +113,9 @@ class Server:
         opened.callback(backer.close)
         # ids of one boot never meet those of another, should a client mix them up in spite of the epoch
         self.service = Service(
-            config, policy, backer, self.epoch, first_id=int.from_bytes(os.urandom(5), "little") << 20
+            *(config, policy, backer, self.epoch),
+            first_id=int.from_bytes(os.urandom(5), "little") << 20,
+            recorder=recorder,
         )
         self._selector = opened.enter_context(selectors.DefaultSelector())
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._woken)

@@ -3,6 +3,7 @@
 No sockets here. The server's one thread calls it. It is as long as the protocol has messages.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,9 +36,12 @@ from lmcache.core.protocol import (
     Reserved,
     Role,
 )
+from lmcache.core.recording import Recorder
 from lmcache.errors import GeometryError, Refused
 from lmcache.geometry.chunking import check_chunk_size, default_chunk_size
 from lmcache.geometry.fingerprint import geometry_facts
+
+log = logging.getLogger("lmcache.server")
 
 MAX_FACTS = 1 << 16
 """Characters of one namespace's facts, which are kept as long as it is."""
@@ -52,11 +56,21 @@ AHEAD_BYTES = 256 << 20
 class Service:
     """The cache, the memory behind it, and the rules for who may ask what."""
 
-    def __init__(self, config: ServerConfig, policy: EvictionPolicy, backer: Backer, epoch: str, first_id: int) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        policy: EvictionPolicy,
+        backer: Backer,
+        epoch: str,
+        first_id: int,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.config = config
         self.epoch = epoch
         self.cache = Cache(CellAllocator(config.cells), policy, first_id=first_id)
         self._backer = backer
+        self._recorder = recorder
+        self._unrecorded = 0
         self._started = time.monotonic()
 
     # ---------------------------------------------------------------------------------------------------- registering
@@ -141,7 +155,9 @@ class Service:
             connection.owner, namespace, request.tenant, request.parent, hashes, request.group, request.shard
         )
         self.keep_ahead()
-        return Reserved(request.id, done.reservation, done.placed, done.cells, self._backed)
+        reply = Reserved(request.id, done.reservation, done.placed, done.cells, self._backed)
+        self._record(namespace, request, reply)
+        return reply
 
     def commit(self, connection: Connection, request: Commit) -> Done:
         """Publish what the reservation's owner has written."""
@@ -159,7 +175,9 @@ class Service:
         """Answer with the longest hit, pinned."""
         namespace = self._registered(connection)
         ticket = self.cache.lookup(connection.owner, namespace, self._hashes(request.hashes), max(0, request.limit))
-        return Found(request.id, ticket.id, ticket.hit.tokens) if ticket else Found(request.id, 0, 0)
+        reply = Found(request.id, ticket.id, ticket.hit.tokens) if ticket else Found(request.id, 0, 0)
+        self._record(namespace, request, reply)
+        return reply
 
     def open(self, connection: Connection, request: Open) -> Opened:
         """Tell a worker where its part of a hit lies."""
@@ -242,9 +260,21 @@ class Service:
             )
         return split_hashes(joined)
 
+    def _record(self, namespace: Namespace, request: Lookup | Reserve, reply: Found | Reserved) -> None:
+        """Have an answered request recorded. Never raises: the request is not to suffer."""
+        if self._recorder is None:
+            return
+        try:
+            self._recorder.observe(namespace, request, reply)
+        except Exception:
+            if not self._unrecorded:
+                log.exception("%s could not be recorded; logged once", type(request).__name__)
+            self._unrecorded += 1
+
     def report(self, clients: list[dict[str, Any]]) -> dict[str, Any]:
         """Everything `lmcache status` shows."""
         cache, allocator = self.cache, self.cache.allocator
+        cache.counters.records_lost = self._unrecorded + (self._recorder.lost if self._recorder else 0)
         counters = {name: getattr(cache.counters, name) for name in cache.counters.__slots__ if name != "__weakref__"}
         return {
             "version": __version__,
