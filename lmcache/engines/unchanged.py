@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -83,8 +83,14 @@ class Entry:
 
     def holds(self) -> bool:
         """Whether it is still so. Raises OSError when it is gone."""
-        now = _entry(self.path, os.lstat(self.path), whole=self.whole)
-        return now == self if self.whole else (now.device, now.inode) == (self.device, self.inode)
+        now = os.lstat(self.path)
+        if (now.st_ino, now.st_dev) != (self.inode, self.device):
+            return False
+        return not self.whole or (now.st_ctime_ns, now.st_mtime_ns, now.st_size) == (
+            self.ctime_ns,
+            self.mtime_ns,
+            self.size,
+        )
 
 
 @attrs.frozen
@@ -104,7 +110,7 @@ class Sight:
         """Whether all of it is still so, seen from this process. Stat calls only; raises nothing."""
         try:
             # another process may stand in another folder, where a relative path leads elsewhere
-            return bool(self.entries) and absolute(self.given) == self.asked and all(e.holds() for e in self.entries)
+            return bool(self.entries) and absolute(self.given) == self.asked and all(map(Entry.holds, self.entries))
         except OSError:
             return False
 
@@ -199,20 +205,28 @@ def changed_since(sight: Sight, beginning: Beginning, *, places: bool = True) ->
     if _clock_offset() < beginning.ns - beginning.boot_ns - STEP_NS:
         return "the host's clock was set back"
     mounts = _mounts()
-    moved = {mount.point for mount in mounts ^ beginning.mounts} if places else set()
-    by_path = {entry.path: entry for entry in sight.entries}
-    for entry in sight.entries:
-        for point in moved:
-            if _within(entry.path, point):
-                return f"something was mounted or unmounted at {point}"
-        before = beginning.ns - (0 if _kind(entry.path, mounts) in LOCAL_FILE_SYSTEMS else FOREIGN_NS)
-        if _was(entry.ctime_ns, before):
-            continue  # and it is in its place since then: a rename moves the ctime of what it moves
+    before = {
+        entry.path: beginning.ns - (0 if _kind(entry.path, mounts) in LOCAL_FILE_SYSTEMS else FOREIGN_NS)
+        for entry in sight.entries
+    }
+    later = [entry for entry in sight.entries if not _was(entry.ctime_ns, before[entry.path])]
+    for entry in later:
         if entry.whole:
             return f"{entry.path} has changed"
-        # entries of this folder came or went; it stands where it stood if none did in the one above
-        if places and entry.path != "/" and not _was(by_path[_above(entry.path)].mtime_ns, before):
-            return f"{entry.path} may have been put in another one's place"
+    return _moved(sight, later, before, mounts ^ beginning.mounts) if places else ""
+
+
+def _moved(sight: Sight, later: Sequence[Entry], before: Mapping[str, int], mounts: Iterable[Mount]) -> str:
+    """Which folder on the way may have been exchanged as a whole since those times."""
+    for mount in mounts:
+        if any(_within(entry.path, mount.point) for entry in sight.entries):
+            return f"something was mounted or unmounted at {mount.point}"
+    by_path = {entry.path: entry for entry in sight.entries}
+    # what has not changed is in its place, too: a rename moves the ctime of what it moves. In the others something
+    # came or went at least; they stand where they stood if nothing came or went in the folder above
+    for path in (entry.path for entry in later if entry.path != "/"):
+        if not _was(by_path[_above(path)].mtime_ns, before[path]):
+            return f"{path} may have been put in another one's place"
     return ""
 
 

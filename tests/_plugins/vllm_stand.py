@@ -28,7 +28,13 @@ BLOCKS = 44
 class EngineProcess:
     """A vLLM engine that a test talks to."""
 
-    def __init__(self, options: dict[str, Any], log: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        options: dict[str, Any],
+        log: Path,
+        environment: dict[str, str] | None = None,
+        driver: Path = DRIVER,
+    ) -> None:
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
@@ -41,7 +47,7 @@ class EngineProcess:
         self.log = log
         with log.open("w") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, str(DRIVER), json.dumps(options)],
+                [sys.executable, str(driver), json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
