@@ -64,8 +64,8 @@ class Driver:
     def prefill(self, tokens: list[int]) -> dict[str, Any]:
         return self._engine.prefill(tokens)
 
-    def recall(self, tokens: list[int]) -> dict[str, Any]:
-        return self._engine.recall(tokens)
+    def recall(self, tokens: list[int], forget: bool = True) -> dict[str, Any]:
+        return self._engine.recall(tokens, forget)
 
     def refusal(self) -> str:
         """What our connector says to a class of specs that derives from full attention and that nobody classified."""

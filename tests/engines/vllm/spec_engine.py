@@ -5,18 +5,15 @@ another. Everything else is vLLM's: it decides which block ids a request has in 
 block. One process runs one model after another, because importing vLLM takes its time.
 """
 
-import copy
 import itertools
 import random
 import time
-import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import numpy as np
-import torch
 from spec_models import Model
+from spec_pages import POISON, RESTORED, UNTOUCHED, Group, Rank, all_poison
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -27,41 +24,17 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec, group_kernel_blocks
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.worker.utils import allocate_kv_cache
 
 from lmcache.engines.vllm.connector import LMCacheMPConnector
 from lmcache.geometry.groups import Geometry
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-POISON = 0xA5
-POISON_WORD = np.uint64(0xA5A5A5A5A5A5A5A5)
-MIXER = np.uint64(0x9E3779B97F4A7C15)
-"""Odd, so multiplying by it maps 64-bit words one to one."""
-MOST_PAGE_WORDS = 1 << 21
-WORDS = np.arange(MOST_PAGE_WORDS, dtype=np.uint64) * MIXER
-
-
-def pattern(shard: int, layer: int, stamp: int, size: int) -> Bytes:
-    """The bytes of one page: each word of eight is different from every other word of every page."""
-    page = np.uint64(((shard << 12 | layer) << 20 | stamp) << 21)
-    with np.errstate(over="ignore"):
-        words = WORDS[: -(-size // 8)] + page * MIXER
-    return words.view(np.uint8)[:size]
-
-
-def all_poison(memory: Bytes) -> bool:
-    words = len(memory) // 8 * 8
-    return bool((memory[:words].view(np.uint64) == POISON_WORD).all() and (memory[words:] == POISON).all())
 
 
 @attrs.frozen
@@ -73,83 +46,8 @@ class Pool:
     """Tokens of the longest prompt."""
     budget: int
     """Tokens that fit a step."""
-    dense: bool = False
-    """Whether vLLM keeps every checkpoint of windows and states for itself, not just a prompt's last one."""
-
-
-@attrs.frozen
-class Group:
-    """One of vLLM's KV cache groups."""
-
-    number: int
-    spec: Any
-    layers: tuple[str, ...]
-    recurrent: bool
-
-    def stamps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """What a step that computes tokens `start` to `stop` writes: blocks of the sequence, and their stamps."""
-        if self.recurrent:  # the state after the last token, in the block that this token lies in
-            yield (stop - 1) // self.spec.block_size, stop
-        elif isinstance(self.spec, CircularBufferSpec):
-            yield 0, 1
-        else:
-            for block in range(start // self.spec.block_size, -(-stop // self.spec.block_size)):
-                yield block, block + 1
-
-    def stamp_of(self, block: int) -> int:
-        """What a block of a request holds once all its tokens are computed."""
-        return (block + 1) * self.spec.block_size if self.recurrent else block + 1
-
-
-class Rank:
-    """One worker: vLLM's views of its memory, and the connector's half."""
-
-    def __init__(self, config: VllmConfig, cache: Any, model: Model, rank: int) -> None:
-        sizes = [model.kernel_block] * len(cache.kv_cache_groups) if model.kernel_block else None
-        self.tensors = allocate_kv_cache(
-            cache, torch.device("cpu"), config.cache_config.get_resolved_kv_cache_layout(), sizes
-        )
-        self._blocks = cache.num_blocks
-        storage = next(iter(self.tensors.values())).untyped_storage()
-        self.memory: Bytes = np.asarray(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
-        replicas = config.parallel_config.tensor_parallel_size if cache.kv_tp_replicas > 1 else 1
-        self.shard = rank // replicas
-        own = copy.deepcopy(config)
-        own.parallel_config.rank = rank
-        self.connector = LMCacheMPConnector(own, KVConnectorRole.WORKER, cache)
-        self.connector.register_kv_caches(self.tensors)
-
-    def page(self, layer: str, block: int) -> Bytes:
-        """The bytes that vLLM's view of a layer has in one block, wherever they lie."""
-        tensor = group_kernel_blocks(self.tensors[layer], self._blocks)[block]
-        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        assert span == tensor.numel(), f"{layer} is not dense"
-        start = tensor.storage_offset() * tensor.element_size()
-        return self.memory[start : start + span * tensor.element_size()]
-
-    def write(self, groups: list[Group], tables: tuple[list[int], ...], start: int, stop: int) -> None:
-        """What a forward pass leaves behind."""
-        for group in groups:
-            for block, stamp in group.stamps(start, stop):
-                number = tables[group.number][block]
-                assert number, f"group {group.number} has no block for tokens {start} to {stop}"
-                for layer in group.layers:
-                    page = self.page(layer, number)
-                    page[:] = pattern(self.shard, spec_number(layer), stamp, len(page))
-
-    def wipe(self) -> None:
-        self.memory[:] = POISON
-
-    def digest(self) -> int:
-        """Of all memory, pages or not."""
-        return zlib.crc32(self.memory)
-
-
-_NUMBERS: dict[str, int] = {}
-
-
-def spec_number(layer: str) -> int:
-    return _NUMBERS.setdefault(layer, len(_NUMBERS))
+    retention: int = 0
+    """`--prefix-cache-retention-interval`: vLLM's default keeps only a prompt's last snapshot."""
 
 
 class Engine:
@@ -157,12 +55,12 @@ class Engine:
 
     def __init__(self, folder: str, model: Model, port: int, pool: Pool) -> None:
         """Start it. `folder` has the configuration of any decoder; `port` is where our server listens, 0 for none."""
-        _NUMBERS.clear()
         config = make_config(folder, model, pool)
         config.kv_transfer_config = transfer(port)
         caches, cache = plan(config, model)
+        places = itertools.count()
         self.groups = [
-            Group(number, one, tuple(group.layer_names), isinstance(one, MambaSpec))
+            Group(number, one, {name: next(places) for name in group.layer_names}, isinstance(one, MambaSpec))
             for number, group in enumerate(cache.kv_cache_groups)
             for one in [group.kv_cache_spec]
         ]
@@ -205,10 +103,14 @@ class Engine:
         self._end(request)
         return {"steps": steps[1:]}
 
-    def recall(self, tokens: list[int]) -> dict[str, Any]:
-        """Wipe everything, submit a prompt, and look at what a load has put where, before anything is computed."""
-        assert self.scheduler.reset_prefix_cache()
-        self._shuffle()
+    def recall(self, tokens: list[int], forget: bool = True) -> dict[str, Any]:
+        """Wipe everything, submit a prompt, and look at what a load has put where, before anything is computed.
+
+        vLLM's own prefix cache is emptied first, unless it should not `forget`.
+        """
+        if forget:
+            assert self.scheduler.reset_prefix_cache()
+            self._shuffle()
         for rank in self.ranks:
             rank.wipe()
         request = self._submit(tokens)
@@ -224,7 +126,7 @@ class Engine:
             hit, found = 0, [self._found(rank, ()) for rank in self.ranks]
             self._compute(request, output)
         else:
-            hit = request.num_computed_tokens
+            hit = request.num_computed_tokens  # vLLM's own hit included
             loaded = self._load(output)
             tables = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
             found = [self._found(rank, tables) for rank in self.ranks]
@@ -258,9 +160,10 @@ class Engine:
             for group in self.groups:
                 for block, _ in group.stamps(stop - computed, stop):
                     self._written[group.number, block] = tables[group.number][block]
-        before = [rank.digest() for rank in self.ranks]
+        before = [rank.digest() for rank in self.ranks] if computed else []
         self._finish(output, self._carry_out(output))
-        assert [rank.digest() for rank in self.ranks] == before, "a store has changed the engine's memory"
+        if computed:
+            assert [rank.digest() for rank in self.ranks] == before, "a store has changed the engine's memory"
 
     def _carry_out(self, output: Any) -> list[ModelRunnerOutput]:
         """The calls that vLLM makes to a connector in each worker, after the forward pass was submitted."""
@@ -315,32 +218,29 @@ class Engine:
         wrong: list[str] = []
         for group, ids in zip(self.groups, tables, strict=False):
             for block, number in enumerate(ids):
-                states = {self._state(rank, layer, number, group.stamp_of(block)) for layer in group.layers}
-                if states == {"restored"} and number:
+                state = rank.take(group, block, number)
+                if state == RESTORED and number:
                     restored[group.number].append(block)
                     stayed += self._written[group.number, block] == number
-                elif states != {"poison"}:
-                    wrong.append(f"group {group.number} block {block} (id {number}): {sorted(states)}")
+                elif state != UNTOUCHED:
+                    wrong.append(f"group {group.number} block {block} (id {number}) is {state}")
         # restored pages are poison again by now: any other byte is one that nobody should have written
         if not all_poison(rank.memory):
             stray = np.flatnonzero(rank.memory != POISON)
             wrong.append(f"{len(stray)} bytes elsewhere were written, the first at {stray[0]}")
         return {"restored": restored, "stayed": stayed, "wrong": wrong}
 
-    def _state(self, rank: Rank, layer: str, number: int, stamp: int) -> str:
-        page = rank.page(layer, number)
-        if np.array_equal(page, pattern(rank.shard, spec_number(layer), stamp, len(page))):
-            page[:] = POISON
-            return "restored"
-        return "poison" if all_poison(page) else "neither"
-
 
 def make_config(folder: str, model: Model, pool: Pool) -> VllmConfig:
     """vLLM's configuration; of the model it was made for, nothing is used but that it is a decoder."""
-    cache = CacheConfig(block_size=model.block_size, enable_prefix_caching=True, num_gpu_blocks_override=pool.blocks)
+    cache = CacheConfig(
+        block_size=model.block_size,
+        enable_prefix_caching=True,
+        num_gpu_blocks_override=pool.blocks,
+        prefix_cache_retention_interval=pool.retention,
+    )
     cache.kv_cache_layout = model.layout
     cache.mamba_cache_mode = "align"
-    cache.prefix_cache_retention_interval = None if pool.dense else 0
     return VllmConfig(
         model_config=ModelConfig(
             model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=pool.longest, seed=0

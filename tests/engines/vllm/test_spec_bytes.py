@@ -69,7 +69,7 @@ CASES = {
         found={256: (128, {0: range(1)}), 257: (256, {0: range(2)}), 773: (768, {0: range(6)})},
     ),
     "glm_5_3_flash": Case(
-        {"blocks": 24, "longest": 3072, "budget": 1024, "dense": True},
+        {"blocks": 24, "longest": 3072, "budget": 1024, "retention": 1024},
         prompt=2060,
         steps=[1024, 2048, 2060],
         shards=10,
@@ -166,7 +166,7 @@ CASES = {
         branches={1300: (1280, dict.fromkeys(range(6), range(16, 80)) | {6: range(80)})},
     ),
     "qwen3_next_80b": Case(
-        {"blocks": 30, "longest": 2176, "budget": 544, "dense": True},
+        {"blocks": 30, "longest": 2176, "budget": 544, "retention": 544},
         prompt=1640,
         steps=[544, 1088, 1632, 1640],
         shards=12,
@@ -256,17 +256,34 @@ def test_bytes_come_back_where_a_hit_needs_them_and_nowhere_else(
     server.quiet()
 
 
-@pytest.mark.parametrize(("dense", "hit"), [(False, 0), (True, 544)])
+@pytest.mark.parametrize(("retention", "hit"), [(0, 0), (544, 544)])
 def test_only_snapshots_that_vllm_keeps_are_stored(
-    driver: SpecProcess, server: ServerProcess, dense: bool, hit: int
+    driver: SpecProcess, server: ServerProcess, retention: int, hit: int
 ) -> None:
     # by default vLLM keeps the state at a prompt's end only: a prompt that shares less finds none
     case = CASES["qwen3_next_80b"]
     prompt = tokens(1, case.prompt)
-    driver.call("open", model="qwen3_next_80b", port=server.port, **case.pool | {"dense": dense})
+    driver.call("open", model="qwen3_next_80b", port=server.port, **case.pool | {"retention": retention})
     driver.call("prefill", tokens=prompt)
     assert driver.call("recall", tokens=prompt[:1640])["hit"] == 1632
     assert driver.call("recall", tokens=prompt[:600])["hit"] == hit
+    driver.call("close")
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks"),
+    [("glm_5_2_fp8", {0: range(4, 12)}), ("gpt_oss_120b", {0: range(40, 48), 1: range(18, 48)})],
+)
+def test_what_vllm_holds_itself_is_not_loaded(
+    driver: SpecProcess, server: ServerProcess, model: str, blocks: Blocks
+) -> None:
+    case = CASES[model]
+    prompt = tokens(1, case.prompt)
+    driver.call("open", model=model, port=server.port, **case.pool)
+    driver.call("prefill", tokens=prompt)
+    driver.call("recall", tokens=tokens(3, 100))  # forgets the prompt
+    driver.call("prefill", tokens=prompt[:300])
+    check(driver.call("recall", tokens=prompt, forget=False), (768, blocks), len(GEOMETRIES[model].groups), model)
     driver.call("close")
 
 
