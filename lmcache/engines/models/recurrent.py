@@ -195,7 +195,7 @@ def kimi_linear(config: ModelConfig, running: Running) -> Layers:
     state = attrs.evolve(state, checkpoints=0, checkpoint_alignment=0)
     vectors = latent(config, running, 0)
     block = _block_for(state, vectors, max(MLA_STEP, running.block(64)))
-    names = {LINEAR: "self_attn", FULL: "self_attn.attn"}
+    names = {LINEAR: "self_attn", FULL: "self_attn"}
     return Layers(_mixed(config, types, names, {LINEAR: _aligned(state, vectors, block), FULL: _of(vectors, block)}))
 
 

@@ -1,0 +1,81 @@
+"""The table of architectures is honest: vLLM's own code groups its layers as we do, and vLLM's own models have them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lmcache.engines.models.describe import describe
+from lmcache.engines.models.running import Running
+from lmcache.engines.models.source import read_config
+from lmcache.engines.vllm.model_groups import Grouped, ask_vllm, vllm_is_installed
+from lmcache.errors import ConfigError
+
+pytestmark = pytest.mark.vllm
+
+PROBE = Path(__file__).with_name("models_probe.py")
+CONFIGS = Path(__file__).parents[1] / "models" / "configs"
+NAMES = sorted(folder.name for folder in CONFIGS.iterdir())
+
+RUNNINGS = (Running(), Running(8), Running(1, "fp8"), Running(2, "auto", 256))
+"""As in the probe."""
+
+
+@pytest.fixture(scope="module")
+def probed() -> dict[str, Any]:
+    run = subprocess.run([sys.executable, str(PROBE), str(CONFIGS)], check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_vllm_groups_the_layers_as_we_do(probed: dict[str, Any], name: str) -> None:
+    compared = 0
+    for number, running in enumerate(RUNNINGS):
+        try:
+            ours = describe(read_config(CONFIGS / name), running)
+        except ConfigError:
+            assert f"{name} {number}" not in probed["groups"]
+            continue
+        theirs = msgspec.convert(probed["groups"][f"{name} {number}"], Grouped)
+        assert theirs.geometry == ours.geometry, running
+        assert theirs.layers == tuple(tuple(layer.name for layer in group) for group in ours.groups), running
+        compared += 1
+    assert compared >= 2
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_vllms_own_model_has_the_layers_of_the_table(probed: dict[str, Any], name: str) -> None:
+    found = probed["layers"][name]
+    assert "failed" not in found, found["failed"]
+    assert [layer for layer, _ in found["ours"]] == [layer for layer, _ in found["theirs"]]
+    for (layer, ours), (_, theirs) in zip(found["ours"], found["theirs"], strict=True):
+        assert ours == theirs, layer
+
+
+def test_the_command_asks_vllm_in_a_process_of_its_own() -> None:
+    running = Running(8)
+    asked = ask_vllm(CONFIGS / "glm-5.3" / "config.json", running)
+
+    assert asked.version
+    assert asked.geometry == describe(read_config(CONFIGS / "glm-5.3"), running).geometry
+    assert "vllm" not in sys.modules
+    assert vllm_is_installed()
+
+
+def test_what_vllm_cannot_sort_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ask_vllm(tmp_path / "config.json", Running())
+
+    assert str(raised.value) == (
+        f"the vLLM that is installed could not sort the layers of {tmp_path}/config.json: "
+        f"lmcache.errors.ConfigError: there is no {tmp_path}/config.json; give the config.json of a Hugging Face "
+        "model, or its folder; use --via table, which needs no vLLM"
+    )
