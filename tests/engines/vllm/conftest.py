@@ -9,6 +9,8 @@ import pytest
 from vllm_stand import BLOCKS, SHARED_ENGINE, EngineProcess, ServerProcess, Stand, free_port
 from worker_stand import CHUNK
 
+pytest.register_assert_rewrite("group_scenarios")
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -110,6 +110,17 @@ class Driver:
     def reset(self, reset_connector: bool = False) -> bool:
         return self.llm.reset_prefix_cache(reset_connector=reset_connector)
 
+    def wipe(self) -> bool:
+        """Drop the engine's own prefix cache and overwrite every page, so that none is right because it once was."""
+        import torch
+
+        layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        caches = [layer.kv_cache for layer in layers if hasattr(layer, "kv_cache")]
+        tensors = [part for cache in caches for part in (cache if isinstance(cache, list | tuple) else (cache,))]
+        for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values():
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x3C)  # 0.0115, in any float
+        return self.reset()
+
     def run(self, code: str, **values: Any) -> Any:
         names = self.names | values
         exec(code, names)
