@@ -68,9 +68,11 @@ class Advice:
     """One sentence."""
 
 
-def chunk_facts(geometry: Geometry, chunk_size: int, prompts: Sequence[int], cell_bytes: int) -> ChunkFacts:
-    """Work out what `chunk_size` stores. Raises GeometryError for one that does not fit."""
-    check_chunk_size(geometry, chunk_size)
+def chunk_facts(
+    geometry: Geometry, chunk_size: int, prompts: Sequence[int], cell_bytes: int, model: str = ""
+) -> ChunkFacts:
+    """Work out what `chunk_size` stores. Raises GeometryError, which names the model, for one that does not fit."""
+    check_chunk_size(geometry, chunk_size, model)
     cells = sum(object_cells(group, chunk_size, cell_bytes) * group.shards for group in geometry.groups)
     stored = stored_bytes(geometry, chunk_size) / chunk_size
     full = full_bytes_per_token(geometry)

@@ -47,7 +47,7 @@ def _sizes(subject: Subject, asked: Sequence[int], prompts: Sequence[int]) -> li
     own = (subject.chunk_size,) if subject.chunk_size else ()
     sizes = chosen_chunk_sizes(subject.geometry, asked or own)
     checked = checked_prompts(prompts)
-    return [chunk_facts(subject.geometry, size, checked, subject.cell_bytes) for size in sizes]
+    return [chunk_facts(subject.geometry, size, checked, subject.cell_bytes, subject.model) for size in sizes]
 
 
 def _section(subject: Subject, sizes: Sequence[ChunkFacts]) -> Iterator["str | Table"]:
