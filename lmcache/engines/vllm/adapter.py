@@ -33,8 +33,9 @@ class VllmAdapter(EngineAdapter):
     engine = ENGINE
     module = "lmcache.engines.vllm.connector"
     status: ClassVar[str] = (
-        "full attention and MLA, tensor parallel; proved on vLLM 0.32 for CPU with tiny Llama and DeepSeek-V3 models, "
-        "GLM-5.3's pages by their bytes; copies from accelerators are proved on CPU memory only"
+        "every kind of KV group, tensor parallel, LoRA; proved on vLLM 0.32 for CPU with tiny Llama, DeepSeek-V3, "
+        "Gemma 3, gpt-oss and Qwen3-Next models, GLM-5.x and others by their bytes; copies from accelerators are proved "
+        "on CPU memory only"
     )
 
 
