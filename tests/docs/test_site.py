@@ -15,8 +15,7 @@ from lmcache import errors
 from lmcache.cli.main import COMMANDS
 from lmcache.core import hookspecs, protocol
 from lmcache.core.metrics import GAUGES, Counters
-from lmcache.engines.vllm import describe, settings
-from lmcache.engines.vllm.adapter import VllmAdapter
+from lmcache.engines.vllm import adapter, settings
 from lmcache.geometry.groups import GroupKind
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +138,8 @@ OTHER_PROGRAMS = {
         "--tool-call-parser",
         "--enable-auto-tool-choice",
         "--reasoning-parser",
+        "--mamba-cache-mode",
+        "--prefix-cache-retention-interval",
     },
     "docker": {"--network", "--user", "--ipc", "--shm-size"},
     "pip": {"--upgrade", "--no-deps"},
@@ -160,12 +161,19 @@ def test_every_flag_in_the_docs_exists():
     assert written == {("errors.md", "--evict-policy")}
 
 
-def test_the_docs_refuse_what_the_vllm_connector_refuses():
-    """When it serves more kinds, or is proved on more devices, the pages that say otherwise have to change."""
-    assert {GroupKind.FULL, GroupKind.SCRATCH} == describe.SERVED
-    assert "vLLM with sliding windows or recurrent layers\n  - refused" in (ROOT / "docs" / "index.md").read_text()
-    assert "for CPU" in VllmAdapter.status
-    assert "vLLM on a GPU\n  - not proved" in (ROOT / "docs" / "index.md").read_text()
+def test_the_docs_say_what_the_vllm_connector_serves_and_where_it_is_proved():
+    """When it serves less, or is proved on more devices, the pages that say otherwise have to change."""
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert {*adapter.KINDS.values(), GroupKind.SCRATCH} == set(GroupKind)
+    assert "vLLM, every kind of KV group, tensor parallel\n  - works" in index
+    assert "for CPU" in adapter.VllmAdapter.status
+    assert "vLLM on a GPU\n  - not proved" in index
+
+
+@pytest.mark.parametrize(("name", "kind"), adapter.KINDS.items())
+def test_the_docs_have_the_kind_of_every_spec_class(name, kind):
+    rows = (ROOT / "docs" / "kv-groups.md").read_text().splitlines()
+    assert [row for row in rows if f"`{name}`" in row and f"| {kind.value.replace('_', ' ')} |" in row] != []
 
 
 def test_pages_name_no_path_of_anybodys_machine():
