@@ -11,8 +11,11 @@ import pytest
 import lmcache
 
 ENGINES = {"torch", "vllm", "sglang", "tensorrt_llm", "numpy"}
-DEAR = {"rich", "prometheus_client"}
-"""Paid for only by the command that shows a table or exports metrics."""
+DEAR = {"rich", "prometheus_client", "matplotlib"}
+"""Paid for only by the command that shows a table, exports metrics or draws."""
+
+LIGHT = ["lmcache.geometry", "lmcache.core", "lmcache.plugins", "lmcache.simulator", "lmcache.cli"]
+"""Packages that must work where no engine is."""
 
 ROOT = Path(lmcache.__file__).parent.parent
 
@@ -47,7 +50,9 @@ print(json.dumps({
     return facts
 
 
-@pytest.mark.parametrize("package", ["lmcache.geometry", "lmcache.core", "lmcache.plugins", "lmcache.cli"])
+@pytest.mark.parametrize(
+    "package", ["lmcache.geometry", "lmcache.core", "lmcache.plugins", "lmcache.simulator", "lmcache.cli"]
+)
 def test_no_module_outside_engines_loads_an_engine_or_numpy(package: str) -> None:
     facts = facts_after_importing(modules_of(package))
 
@@ -56,8 +61,7 @@ def test_no_module_outside_engines_loads_an_engine_or_numpy(package: str) -> Non
 
 
 def test_loading_everything_opens_nothing_and_starts_no_thread() -> None:
-    packages = ["lmcache.geometry", "lmcache.core", "lmcache.plugins", "lmcache.cli"]
-    facts = facts_after_importing([module for package in packages for module in modules_of(package)])
+    facts = facts_after_importing([module for package in LIGHT for module in modules_of(package)])
 
     assert facts["threads"] == ["MainThread"]
     assert facts["descriptors"] == []

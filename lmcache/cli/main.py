@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, str] = {
     "plugins": "List plugins, and what each brings.",
     "demo": "Run the main job once, cold and cache-served side by side.",
     "geometry": "Explain a model's KV groups, chunk sizes and what they store.",
+    "simulate": "Replay request traces against eviction policies.",
     "bench": "Measure costs, with the machine's own limits beside them.",
 }
 """Our own commands and their short help, here so that `lmcache --help` imports none of them."""
