@@ -5,10 +5,12 @@
 Not imported by tests: they start it (see `vllm_stand.py`), so that an engine and all that it starts end with one kill.
 """
 
+import contextlib
 import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -72,12 +74,18 @@ class Driver:
 
     def without_cache(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
         """What the engine answers when its connector does nothing at all. Its own prefix cache is as it is."""
+        with self.connector_off():
+            return self.generate(prompts, max_tokens, None)
+
+    @contextlib.contextmanager
+    def connector_off(self) -> Iterator[None]:
+        """As long as this lasts, the connector does nothing at all."""
         halves = [vars(connector) for connector in self.names["connectors"]]
         kept = [(half["_scheduler"], half["_worker"]) for half in halves]
         for half in halves:
             half.update(_scheduler=None, _worker=None)
         try:
-            return self.generate(prompts, max_tokens, None)
+            yield
         finally:
             for half, (scheduler, worker) in zip(halves, kept, strict=True):
                 half.update(_scheduler=scheduler, _worker=worker)
@@ -121,17 +129,21 @@ class Driver:
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x3C)  # 0.0115, in any float
         return self.reset()
 
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
     def run(self, code: str, **values: Any) -> Any:
         names = self.names | values
         exec(code, names)
         return names.get("result")
 
 
-def main() -> None:
+def main(kind: type[Driver] = Driver) -> None:
+    """Do what the lines on standard input say, and end with them."""
     # vLLM and what it starts write to standard output; answers keep the pipe for themselves
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    driver = Driver(json.loads(sys.argv[1]))
+    driver = kind(json.loads(sys.argv[1]))
     print(json.dumps({"result": "ready"}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -140,7 +152,7 @@ def main() -> None:
         except Exception:  # noqa: BLE001 - whatever it is, the test is told
             reply = {"error": traceback.format_exc()}
         print(json.dumps(reply), file=answers, flush=True)
-    driver.llm.llm_engine.engine_core.shutdown()
+    driver.close()
 
 
 if __name__ == "__main__":

@@ -5,18 +5,13 @@
 Takes commands as `engine_driver.py` does, `start` and `stop` besides.
 """
 
-import functools
 import gc
-import json
-import os
-import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 import attrs
-from engine_driver import Driver
+from engine_driver import Driver, main
 
 from lmcache.engines import unchanged
 
@@ -55,6 +50,9 @@ class Engines(Driver):
             # what is left is modules, for the most part; vLLM collects garbage four times for each engine
             gc.freeze()
 
+    def close(self) -> None:
+        self.stop()
+
     def second_seed(self, folder: str) -> str:
         """Make the model of all engines once more, with other weights."""
         from lmcache.engines.vllm.tiny_models import make_model
@@ -74,42 +72,37 @@ class Engines(Driver):
 
     def serve(self, ids: list[int], lora: list[Any] | None = None, salt: str | None = None) -> dict[str, Any]:
         """Answer with what the cache has, and nothing of the engine's own."""
-        self.reset()
+        self.wipe()
         return self.ask(self.prompt(ids, salt), lora)
 
     def cold(self, ids: list[int], lora: list[Any] | None = None) -> dict[str, Any]:
         """Answer as an engine without any cache."""
-        return self.uncached(functools.partial(self.ask, self.prompt(ids, None), lora))
+        return self.uncached(self.prompt(ids, None), lora)
 
-    def uncached(self, ask: Any) -> dict[str, Any]:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        halves = [vars(half) for half in (self.names["scheduler"].connector, get_kv_transfer_group())]
-        kept = [(half["_scheduler"], half["_worker"]) for half in halves]
-        self.reset()
-        for half in halves:
-            half.update(_scheduler=None, _worker=None)
-        try:
-            return ask()
-        finally:
-            for half, (scheduler, worker) in zip(halves, kept, strict=True):
-                half.update(_scheduler=scheduler, _worker=worker)
-            self.reset()
+    def uncached(self, prompt: Any, lora: list[Any] | None = None) -> dict[str, Any]:
+        self.wipe()
+        with self.connector_off():
+            return self.ask(prompt, lora)
 
     def embedded(self, seed: int, length: int) -> dict[str, Any]:
         """Answers to one prompt that is given as embeddings: cold, and twice by an engine with its cache."""
         import torch
 
         prompt = {"prompt_embeds": torch.randn(length, 256, generator=torch.Generator().manual_seed(seed))}
-        answers = [self.uncached(lambda: self.ask(prompt))]
-        for _ in range(2):
-            answers.append(self.ask(prompt))
-            self.reset()
-        return {"cold": answers[0], "first": answers[1], "second": answers[2]}
+        answers = {"cold": self.uncached(prompt)}
+        for name in ("first", "second"):
+            self.wipe()
+            answers[name] = self.ask(prompt)
+        return answers
+
+    def update(self, path: str) -> None:
+        """Exchange the model's weights in the running engine, and call every reset that there is."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        assert self.reset(reset_connector=True)
 
     def exchanged(self, ids: list[int], salt: str, lora: list[Any], path: str) -> dict[str, Any]:
         """Answer a prompt while its LoRA is exchanged for the one in `path`, after its first piece was computed."""
-        self.reset()
+        self.wipe()
         prompt = self.prompt(ids, salt)
         self.llm.llm_engine.add_request("exchanged", prompt, self.params(4), lora_request=self.lora(*lora))
         while not any(request.num_computed_tokens for request in self.names["scheduler"].requests.values()):
@@ -118,21 +111,5 @@ class Engines(Driver):
         return self.finish()["exchanged"]
 
 
-def main() -> None:
-    # vLLM and what it starts write to standard output; answers keep the pipe for themselves
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    engines = Engines(json.loads(sys.argv[1]))
-    print(json.dumps({"result": "ready"}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            reply = {"result": getattr(engines, request.pop("do"))(**request)}
-        except Exception:  # noqa: BLE001 - whatever it is, the test is told
-            reply = {"error": traceback.format_exc()}
-        print(json.dumps(reply), file=answers, flush=True)
-    engines.stop()
-
-
 if __name__ == "__main__":
-    main()
+    main(Engines)

@@ -199,3 +199,13 @@ def test_other_weights_under_one_path_find_their_own_only(first: Engines, folder
     # but nothing of the LoRA whose files have changed, though name, number and path are what they were
     lora = ("x", 1, folder / "one")
     misses_then_hits(first, lora)
+
+
+def test_weights_that_were_updated_in_place_find_nothing_that_was_stored_before_the_reset(
+    first: Engines, folder: Path
+) -> None:
+    before = first.serve()
+    first.process.call("update", path=str(folder / "second" / "llama"))
+    after = misses_then_hits(first)
+    assert before["cached"] == HIT
+    assert before["tokens"] != after["tokens"]
