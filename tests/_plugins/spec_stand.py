@@ -90,6 +90,13 @@ GEOMETRIES = {
     "qwen3_next_80b": Geometry(
         (*(_recurrent(544, (548864,) * 12),) * 3, _full(544, (557056,) * 12)), hit_alignment=544
     ),
+    "hybrid_with_all_states": Geometry(
+        (*(_recurrent(544, (548864,) * 12),) * 3, _full(544, (557056,) * 12)), hit_alignment=544
+    ),
+    "llama_4_in_short_spans": Geometry(
+        (*(KVGroup(GroupKind.CHUNKED_LOCAL, 16, (8192,) * 12, window=512),) * 3, _full(16, (8192,) * 12)),
+        hit_alignment=16,
+    ),
     "llama_70b": Geometry((_full(16, (8192,) * 80, shards=8),), ranks=8, hit_alignment=16),
 }
 

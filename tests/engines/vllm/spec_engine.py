@@ -28,7 +28,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -48,6 +47,8 @@ class Pool:
     """Tokens that fit a step."""
     retention: int = 0
     """`--prefix-cache-retention-interval`: vLLM's default keeps only a prompt's last snapshot."""
+    staging: bool = False
+    """Whether pages go through buffers, as those of an accelerator do."""
 
 
 class Engine:
@@ -56,13 +57,17 @@ class Engine:
     def __init__(self, folder: str, model: Model, port: int, pool: Pool) -> None:
         """Start it. `folder` has the configuration of any decoder; `port` is where our server listens, 0 for none."""
         config = make_config(folder, model, pool)
-        config.kv_transfer_config = transfer(port)
+        config.kv_transfer_config = transfer(port, staging=pool.staging)
         caches, cache = plan(config, model)
         places = itertools.count()
         self.groups = [
-            Group(number, one, {name: next(places) for name in group.layer_names}, isinstance(one, MambaSpec))
-            for number, group in enumerate(cache.kv_cache_groups)
-            for one in [group.kv_cache_spec]
+            Group(
+                number,
+                cache.kv_cache_groups[number].kv_cache_spec,  # one of them, where each layer has its own
+                {name: next(places) for name in group.layer_names},
+                kv_cache_utils.kv_cache_groups_tp_replicas([group], model.ranks),
+            )
+            for number, group in enumerate(caches[0].kv_cache_groups)
         ]
         self.ranks = [Rank(config, caches[rank], model, rank) for rank in range(model.ranks)]
         sizes = kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)
@@ -240,7 +245,7 @@ def make_config(folder: str, model: Model, pool: Pool) -> VllmConfig:
         prefix_cache_retention_interval=pool.retention,
     )
     cache.kv_cache_layout = model.layout
-    cache.mamba_cache_mode = "align"
+    cache.mamba_cache_mode = model.recurrent_mode
     return VllmConfig(
         model_config=ModelConfig(
             model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=pool.longest, seed=0
@@ -259,7 +264,7 @@ def make_config(folder: str, model: Model, pool: Pool) -> VllmConfig:
     )
 
 
-def transfer(port: int) -> KVTransferConfig:
+def transfer(port: int, *, staging: bool = False) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="LMCacheMPConnector",
         kv_role="kv_both",
@@ -268,6 +273,7 @@ def transfer(port: int) -> KVTransferConfig:
             "lmcache.start_wait": 20 if port else 0,
             "lmcache.deadline": 20,
             "lmcache.weights_id": "made up",
+            "lmcache.staging": staging,
         },
     )
 

@@ -30,8 +30,8 @@ class Model:
     layout: str = LAYERS_OUTSIDE
     kernel_block: int = 0
     """Tokens of the blocks that attention kernels take, where those are smaller; 0 where they are not."""
-    hit_alignment: int | None = None
-    """`prefix_match_unit`."""
+    recurrent_mode: str = "align"
+    """`--mamba-cache-mode`."""
 
 
 def full(heads: int, head_size: int, block: int, dtype: torch.dtype = BF16) -> kv.FullAttentionSpec:
@@ -91,12 +91,10 @@ def indexer(block: int, tokens_per_state: int = 1) -> kv.MLAAttentionSpec:
 
 
 def recurrent(
-    shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], block: int, padded: int
+    shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], block: int, padded: int, mode: str = "align"
 ) -> kv.MambaSpec:
     """`MambaBase` in model_executor/layers/mamba/abstract.py, its page padded to that of the attention layers."""
-    return kv.MambaSpec(
-        block_size=block, shapes=shapes, dtypes=dtypes, page_size_padded=padded, mamba_cache_mode="align"
-    )
+    return kv.MambaSpec(block_size=block, shapes=shapes, dtypes=dtypes, page_size_padded=padded, mamba_cache_mode=mode)
 
 
 def sparse_layers(
@@ -284,7 +282,7 @@ def gemma_3_27b() -> Model:
     )
 
 
-def qwen3_next_80b() -> Model:
+def qwen3_next_80b(mode: str = "align") -> Model:
     """`Qwen3NextForCausalLM`, one rank of TP 2: 36 of 48 layers are gated delta nets, 12 have a KV head of 256.
 
     Their state (`gated_delta_net_state_shape` in layers/mamba/mamba_utils.py: 16 key and 32 value heads of 128) in
@@ -296,10 +294,30 @@ def qwen3_next_80b() -> Model:
         {
             f"model.layers.{number}": full(1, 256, block)
             if number % 4 == 3
-            else recurrent(state, (BF16, BF16), block, full(1, 256, block).page_size_bytes)
+            else recurrent(state, (BF16, BF16), block, full(1, 256, block).page_size_bytes, mode)
             for number in range(48)
         },
         block_size=block,
+        recurrent_mode=mode,
+    )
+
+
+def hybrid_with_all_states() -> Model:
+    """Its sizes for a model whose kernels leave a state at the end of every block, as Mamba2 models' do."""
+    return qwen3_next_80b("all")
+
+
+def llama_4_in_short_spans() -> Model:
+    """`Llama4ForCausalLM` on TP 8: 48 layers, one of 8 KV heads of 128, three in four chunked local.
+
+    Its spans have 8,192 tokens. Here they have 512, so that a short prompt has several.
+    """
+    span = kv.ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=128, dtype=BF16, attention_chunk_size=512
+    )
+    return Model(
+        {f"model.layers.{n}.self_attn.attn": full(1, 128, 16) if n % 4 == 3 else span for n in range(48)},
+        block_size=16,
     )
 
 
@@ -321,6 +339,8 @@ MODELS: dict[str, Callable[[], Model]] = {
         gpt_oss_120b,
         gemma_3_27b,
         qwen3_next_80b,
+        hybrid_with_all_states,
+        llama_4_in_short_spans,
         llama_70b,
     )
 }

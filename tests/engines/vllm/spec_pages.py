@@ -14,7 +14,7 @@ import torch
 from spec_models import Model
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-from vllm.v1.kv_cache_interface import CircularBufferSpec, group_kernel_blocks
+from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec, group_kernel_blocks
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from lmcache.engines.vllm.connector import LMCacheMPConnector
@@ -52,16 +52,25 @@ class Group:
     """Of any of its layers."""
     layers: dict[str, int]
     """Its layers, and a number for each that no layer of another group has."""
-    recurrent: bool
+    replicas: int
+    """Neighbouring ranks that hold the same bytes."""
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a block holds a state."""
+        return isinstance(self.spec, MambaSpec)
 
     def stamps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """What a step that computes tokens `start` to `stop` writes: blocks of the sequence, and their stamps."""
+        size = self.spec.block_size
         if self.recurrent:  # the state after the last token, in the block that this token lies in
-            yield (stop - 1) // self.spec.block_size, stop
+            if self.spec.mamba_cache_mode == "all":
+                yield from ((block, (block + 1) * size) for block in range(start // size, (stop - 1) // size))
+            yield (stop - 1) // size, stop
         elif isinstance(self.spec, CircularBufferSpec):
             yield 0, 1
         else:
-            for block in range(start // self.spec.block_size, -(-stop // self.spec.block_size)):
+            for block in range(start // size, -(-stop // size)):
                 yield block, block + 1
 
     def stamp_of(self, block: int) -> int:
@@ -80,8 +89,7 @@ class Rank:
         self._blocks = cache.num_blocks
         storage = next(iter(self.tensors.values())).untyped_storage()
         self.memory: Bytes = np.asarray(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
-        replicas = config.parallel_config.tensor_parallel_size if cache.kv_tp_replicas > 1 else 1
-        self.shard = rank // replicas
+        self._rank = rank
         own = copy.deepcopy(config)
         own.parallel_config.rank = rank
         self.connector = LMCacheMPConnector(own, KVConnectorRole.WORKER, cache)
@@ -103,7 +111,7 @@ class Rank:
                 assert number, f"group {group.number} has no block for tokens {start} to {stop}"
                 for layer, place in group.layers.items():
                     page = self.page(layer, number)
-                    page[:] = pattern(self.shard, place, stamp, len(page))
+                    page[:] = pattern(self._rank // group.replicas, place, stamp, len(page))
 
     def take(self, group: Group, block: int, number: int) -> str:
         """What the pages of a block hold; where it is what the request should find there, they are poison then."""
@@ -111,7 +119,8 @@ class Rank:
 
     def _take_page(self, layer: str, group: Group, block: int, number: int) -> str:
         page = self.page(layer, number)
-        if np.array_equal(page, pattern(self.shard, group.layers[layer], group.stamp_of(block), len(page))):
+        wanted = pattern(self._rank // group.replicas, group.layers[layer], group.stamp_of(block), len(page))
+        if np.array_equal(page, wanted):
             page[:] = POISON
             return RESTORED
         return UNTOUCHED if all_poison(page) else "neither"

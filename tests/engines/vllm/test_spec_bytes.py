@@ -15,7 +15,7 @@ import pytest
 from spec_stand import GEOMETRIES, SpecProcess
 from vllm_stand import ServerProcess, free_port
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]  # the first test waits until vLLM is imported
 
 Blocks = Mapping[int, range]
 """For each KV group that a load writes to: block numbers of the sequence."""
@@ -179,6 +179,32 @@ CASES = {
         },
         branches={1100: (1088, dict.fromkeys(range(3), range(1, 2)) | {3: range(2)})},
     ),
+    # a state at every block's end, whatever the steps
+    "hybrid_with_all_states": Case(
+        {"blocks": 30, "longest": 2176, "budget": 2176},
+        prompt=1640,
+        steps=[1640],
+        shards=12,
+        found={
+            545: (544, dict.fromkeys(range(4), range(1))),
+            1100: (1088, dict.fromkeys(range(3), range(1, 2)) | {3: range(2)}),
+            1640: (1632, dict.fromkeys(range(3), range(2, 3)) | {3: range(3)}),
+        },
+    ),
+    # spans of 512 tokens: a hit that ends with one reads nothing of it
+    "llama_4_in_short_spans": Case(
+        {"blocks": 400, "longest": 1392, "budget": 700},
+        prompt=1300,
+        steps=[700, 1300],
+        shards=20,
+        found={
+            257: (256, dict.fromkeys(range(4), range(16))),
+            513: (512, {3: range(32)}),
+            769: (768, dict.fromkeys(range(3), range(32, 48)) | {3: range(48)}),
+            1300: (1280, dict.fromkeys(range(3), range(64, 80)) | {3: range(80)}),
+        },
+        branches={1200: (1024, {3: range(64)})},
+    ),
     # eight ranks with bytes of their own
     "llama_70b": Case(
         {"blocks": 40, "longest": 528, "budget": 528},
@@ -254,6 +280,32 @@ def test_bytes_come_back_where_a_hit_needs_them_and_nowhere_else(
         check(driver.call("recall", tokens=other), expected, groups, f"{shared} tokens shared")
     driver.call("close")
     server.quiet()
+
+
+def test_ranks_that_hold_the_same_latents_and_states_of_their_own_load_both(
+    driver: SpecProcess, server: ServerProcess
+) -> None:
+    # GLM-5.3-Flash on two ranks: one shard of the sparse layers, two of the linear ones
+    prompt = tokens(1, 1030)
+    pool = {"blocks": 20, "longest": 1088, "budget": 1024, "retention": 1024}
+    driver.call("open", model="glm_5_3_flash", port=server.port, ranks=2, **pool)
+    driver.call("prefill", tokens=prompt)
+    assert server.quiet()["counters"]["shards_committed"] == 4 * 2 + 1
+    check(driver.call("recall", tokens=prompt), (1024, dict.fromkeys(range(5), range(1))), 6, "two ranks")
+    driver.call("close")
+
+
+@pytest.mark.parametrize("model", ["deepseek_v4", "qwen3_next_80b"])
+def test_pages_that_go_through_buffers_come_back_the_same(
+    driver: SpecProcess, server: ServerProcess, model: str
+) -> None:
+    case = CASES[model]
+    prompt = tokens(1, case.prompt)
+    driver.call("open", model=model, port=server.port, **case.pool | {"staging": True})
+    driver.call("prefill", tokens=prompt)
+    expected = case.found[case.prompt]
+    check(driver.call("recall", tokens=prompt), expected, len(GEOMETRIES[model].groups), "through buffers")
+    driver.call("close")
 
 
 @pytest.mark.parametrize(("retention", "hit"), [(0, 0), (544, 544)])
