@@ -34,8 +34,8 @@ class VllmAdapter(EngineAdapter):
     module = "lmcache.engines.vllm.connector"
     status: ClassVar[str] = (
         "every kind of KV group, tensor parallel, LoRA; proved on vLLM 0.32 for CPU with tiny Llama, DeepSeek-V3, "
-        "Gemma 3, gpt-oss and Qwen3-Next models, GLM-5.x and others by their bytes; copies from accelerators are proved "
-        "on CPU memory only"
+        "Gemma 3, gpt-oss and Qwen3-Next models, GLM-5.x and others by their bytes; copies from accelerators are "
+        "proved on CPU memory only"
     )
 
 
