@@ -15,7 +15,7 @@ import pytest
 from spec_stand import GEOMETRIES, SpecProcess
 from vllm_stand import ServerProcess, free_port
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]  # the first test waits until vLLM is imported
+pytestmark = pytest.mark.vllm
 
 Blocks = Mapping[int, range]
 """For each KV group that a load writes to: block numbers of the sequence."""
