@@ -1,7 +1,9 @@
 """What tells weights apart, and what is remembered of it."""
 
+import fcntl
 import json
 import multiprocessing
+import os
 import struct
 import time
 from collections.abc import Callable
@@ -257,6 +259,28 @@ def test_files_that_changed_in_any_way_are_read_again(model: Path, old: Sight) -
     second = digest_of(seen(model), Digests())
     safetensors(model / "model.safetensors", BIG)
     assert digest_of(seen(model), Digests()) == first != second
+
+
+def test_a_file_whose_size_and_time_were_put_back_is_read_again(model: Path, old: Sight) -> None:
+    first = digest_of(old, Digests())
+    file = model / "model.safetensors"
+    times = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"!")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert digest_of(seen(model), Digests()) != first
+
+
+def test_nobody_waits_for_another_who_is_writing(own_home: Path, old: Sight) -> None:
+    kept = own_home / "lmcache" / "weights.json"
+    kept.parent.mkdir(parents=True)
+    with kept.with_suffix(".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        assert digest_of(old, Digests())
+        assert not kept.exists()
+    assert digest_of(old, Digests())
+    assert kept.exists()
 
 
 def test_files_that_were_written_just_now_are_not_remembered(model: Path, own_home: Path) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from weights_folders import begins_later, safetensors
 
+from lmcache.core.keys import namespace_digest
 from lmcache.engines.vllm import identity
-from lmcache.engines.vllm.identity import namespace_facts, weights_identity
+from lmcache.engines.vllm.describe import PageView
+from lmcache.engines.vllm.identity import device_facts, namespace_facts, page_facts, weights_identity
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +92,50 @@ def test_the_same_engine_has_the_same_facts_in_another_process() -> None:
 )
 def test_whatever_changes_the_bytes_changes_the_facts(different: dict[str, Any]) -> None:
     assert facts(vllm_config(**different)) != facts(vllm_config())
+
+
+@pytest.mark.parametrize(
+    "other", ["org/model-SEP-name", "org/model%2Fname", "org/model\\name", "org/../org/model/name"]
+)
+def test_names_that_some_file_systems_take_for_one_are_two(other: str) -> None:
+    one, two = (namespace_digest(facts(vllm_config(name))) for name in ("org/model/name", other))
+    assert one != two
+
+
+def view(page_bytes: int = 4096, kernel_blocks: int = 1) -> PageView:
+    return PageView(0, page_bytes, page_bytes, kernel_blocks)
+
+
+def pages(
+    dtype: str = "torch.float32",
+    shape: tuple[int, ...] = (9, 4, 16, 64),
+    strides: tuple[int, ...] = (4096, 1024, 64, 1),
+):
+    return SimpleNamespace(dtype=dtype, shape=shape, stride=lambda: strides)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "page"),
+    [
+        (pages("torch.bfloat16"), view()),
+        (pages(shape=(9, 16, 4, 64)), view()),
+        (pages(strides=(4096, 64, 256, 1)), view()),
+        (pages(), view(kernel_blocks=2)),
+        (pages(), view(page_bytes=8192)),
+    ],
+    ids=["type", "axes", "order of axes", "kernel blocks", "page size"],
+)
+def test_pages_that_are_read_in_another_way_change_the_facts(tensor: Any, page: PageView) -> None:
+    assert page_facts([page], [tensor]) != page_facts([view()], [pages()])
+
+
+def test_how_many_pages_there_are_does_not_change_the_facts() -> None:
+    assert page_facts([view()], [pages(shape=(99, 4, 16, 64))]) == page_facts([view()], [pages()])
+
+
+def test_a_cpu_that_packs_its_pages_in_another_way_is_another_device() -> None:
+    facts = [device_facts("cpu", features) for features in ("AVX2 amx=False", "AVX512 amx=True")]
+    assert facts[0] != facts[1] != device_facts("cuda", "AVX512 amx=True")
 
 
 def test_another_backend_or_version_changes_the_facts() -> None:
