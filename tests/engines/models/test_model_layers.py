@@ -133,6 +133,8 @@ def test_glm_5_3_flash_has_states_latents_with_pooled_index_keys_and_a_tail_that
         "index keys of the pool that is still being filled (kpool tail)"
     }
     assert groups.geometry.block_multiple == 1024
+    # on one rank a state weighs 8 times as much: 4,341,760 / 1,024 bytes → 4,240 → 9 steps of 512
+    assert described("glm-5.3-flash").geometry.block_multiple == 4608
 
 
 def test_deepseek_v4_has_windows_compressed_latents_and_what_compresses_them() -> None:

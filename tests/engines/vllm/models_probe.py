@@ -95,11 +95,16 @@ def layers(configs: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         for folder in sorted(configs.iterdir()):
             try:
-                theirs = {name: facts(spec) for name, spec in specs_of_model(folder, Path(scratch)).items()}
+                block_size, specs = specs_of_model(folder, Path(scratch))
+                theirs = {name: facts(spec) for name, spec in specs.items()}
                 ours = {
                     layer.name: facts(vllm_spec(layer)) for layer in layers_of(read_config(folder), Running()).layers
                 }
-                found[folder.name] = {"theirs": list(theirs.items()), "ours": list(ours.items())}
+                found[folder.name] = {
+                    "theirs": list(theirs.items()),
+                    "ours": list(ours.items()),
+                    "block_size": block_size,
+                }
             except Exception:  # noqa: BLE001 - the test is told
                 found[folder.name] = {"failed": traceback.format_exc(limit=-6)}
     return found
@@ -157,11 +162,13 @@ def free_address() -> Iterator[str]:
         yield f"file://{file.name}"
 
 
-def specs_of_model(folder: Path, scratch: Path) -> dict[str, Any]:
+def specs_of_model(folder: Path, scratch: Path) -> tuple[int, dict[str, Any]]:
+    """What each layer says, and the block size that the platform, here a CPU, then takes."""
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     arguments = EngineArgs(
@@ -178,7 +185,9 @@ def specs_of_model(folder: Path, scratch: Path) -> dict[str, Any]:
         initialize_model(config)
         found = get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
         specs = {name: module.get_kv_cache_spec(config) for name, module in found.items()}
-    return {name: spec for name, spec in specs.items() if spec is not None}
+        if config.model_config.is_hybrid and not config.model_config.use_mla:
+            current_platform.update_block_size_for_backend(config)
+    return config.cache_config.block_size, {name: spec for name, spec in specs.items() if spec is not None}
 
 
 def filled(folder: Path, scratch: Path) -> Path:

@@ -12,6 +12,7 @@ import pytest
 from lmcache.engines.models.describe import describe
 from lmcache.engines.models.running import Running
 from lmcache.engines.models.source import read_config
+from lmcache.engines.models.table import layers_of
 from lmcache.engines.vllm.model_groups import Grouped, ask_vllm, vllm_is_installed
 from lmcache.errors import ConfigError
 
@@ -58,6 +59,15 @@ def test_vllms_own_model_has_the_layers_of_the_table(probed: dict[str, Any], nam
     assert [layer for layer, _ in found["ours"]] == [layer for layer, _ in found["theirs"]]
     for (layer, ours), (_, theirs) in zip(found["ours"], found["theirs"], strict=True):
         assert ours == theirs, layer
+
+
+@pytest.mark.parametrize("name", ["granite-4.0-h-tiny", "nemotron-h-8b", "qwen3-next-80b-a3b", "qwen3.5-like"])
+def test_vllm_makes_blocks_for_a_state_as_long_as_we_do(probed: dict[str, Any], name: str) -> None:
+    # a CPU's kernels take blocks of 128 tokens
+    hybrid = layers_of(read_config(CONFIGS / name), Running(block_size=128))
+
+    assert {layer.spec.block_size for layer in hybrid.layers} == {probed["layers"][name]["block_size"]}
+    assert probed["layers"][name]["block_size"] > 128
 
 
 def test_the_command_asks_vllm_in_a_process_of_its_own() -> None:
