@@ -40,7 +40,7 @@ class Evidence:
     def holds(self) -> bool:
         """Whether the weights of this number are certain in this process. A few stat calls; raises nothing."""
         # in this order: what is loaded after the files were looked at is loaded after this KV was computed
-        return _loaded.get(self.number) == {self.sight.given} and self.sight.holds()
+        return _loads.only(self.number, self.sight.given) and self.sight.holds()
 
 
 @attrs.define(eq=False)
@@ -105,8 +105,32 @@ class LoraBook:
         return Lora(given, form, f"{found.digest} {form}".strip(), found.sight)
 
 
-_loaded: dict[int, set[str]] = {}
-"""In a worker: from which paths vLLM has loaded each number, ever."""
+class Loads:
+    """What vLLM has loaded in this process, ever."""
+
+    def __init__(self) -> None:
+        self._paths: dict[int, set[str]] = {}
+        self._exchanged: set[str] = set()
+
+    def note(self, number: int, path: str) -> None:
+        """vLLM is about to load this number from there."""
+        paths = self._paths.setdefault(number, set())
+        paths.add(path)
+        if len(paths) > 1:
+            # requests that ran meanwhile left KV of both in vLLM's own cache, where it knows them by name and path only
+            self._exchanged |= paths
+
+    def only(self, number: int, path: str) -> bool:
+        """Whether this number has been that path and nothing else, and no other number of that path was exchanged."""
+        return path in self._paths.get(number, ()) and path not in self._exchanged
+
+    def forget(self) -> None:
+        """Another engine starts in this process."""
+        self._paths.clear()
+        self._exchanged.clear()
+
+
+_loads = Loads()
 
 
 def watch_loads() -> None:
@@ -116,7 +140,7 @@ def watch_loads() -> None:
     """
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    _loaded.clear()
+    _loads.forget()
     load = getattr(WorkerLoRAManager, "_load_adapter", None)
     if load is None or load.__module__ == __name__:
         return
@@ -124,7 +148,7 @@ def watch_loads() -> None:
     @functools.wraps(load, assigned=["__doc__"])
     def load_and_note(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
         # before it is loaded: whatever comes of it, this number is not certain to be anything else any more
-        _loaded.setdefault(lora_request.lora_int_id, set()).add(lora_request.lora_path)
+        _loads.note(lora_request.lora_int_id, lora_request.lora_path)
         return load(self, lora_request, *args, **kwargs)
 
     WorkerLoRAManager._load_adapter = load_and_note  # noqa: SLF001 - it offers no other way to learn of a load

@@ -11,7 +11,7 @@ from weights_folders import begins_later, lora_folder
 from worker_stand import CHUNK, Host, full
 
 from lmcache.engines.vllm import lora as lora_module
-from lmcache.engines.vllm.lora import LoraBook
+from lmcache.engines.vllm.lora import Loads, LoraBook
 from lmcache.geometry.groups import Geometry
 
 TOKENS = list(range(100, 100 + 3 * CHUNK + 5))
@@ -22,7 +22,7 @@ BLOCKS = [1, 2, 3, 4, 5, 6, 7]
 @pytest.fixture
 def host(server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(lora_module, "_loaded", {})
+    monkeypatch.setattr(lora_module, "_loads", Loads())
     host = Host(server.port, Geometry((full(),)))
     yield host
     host.close()
@@ -39,7 +39,7 @@ def path(host: Host, tmp_path: Path) -> str:
 
 def loads(number: int, path: str) -> None:
     """What `watch_loads` notes when vLLM loads."""
-    lora_module._loaded.setdefault(number, set()).add(path)
+    lora_module._loads.note(number, path)
 
 
 def request(host: Host, name: str, path: str = "", number: int = 1) -> SimpleNamespace:
@@ -91,8 +91,9 @@ def test_nothing_is_stored_of_a_request_whose_lora_was_exchanged_while_it_ran(
     assert server.settle()["gauges"]["nodes"] == 1
     loads(1, str(lora_folder(tmp_path / "other", fill=b"b")))
     host.prefill(running, (BLOCKS,), CHUNK)
-    # it is no help that it was the only one, in the eyes of somebody who asks again
-    lora_module._loaded[1] = {path}
+    # what was doubted once stays so for this request, even if all were well by now
+    lora_module._loads.forget()
+    loads(1, path)
     host.prefill(running, (BLOCKS,), CHUNK + 5)
     host.end(running)
     assert server.settle()["gauges"]["nodes"] == 1
@@ -125,7 +126,7 @@ def test_a_hit_is_given_up_when_the_lora_changes_before_the_request_has_its_turn
 
 
 def test_nothing_is_stored_by_a_worker_that_did_not_see_the_load(host: Host, server: ServerProcess, path: str) -> None:
-    lora_module._loaded.clear()
+    lora_module._loads.forget()
     stored(host, "a", path)
     assert server.settle()["gauges"]["nodes"] == 0
 

@@ -173,7 +173,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.WorkerLoRAManager = WorkerLoRAManager
     monkeypatch.setitem(sys.modules, "vllm.lora.worker_manager", module)
     yield WorkerLoRAManager()
-    lora_module._loaded.clear()
+    lora_module._loads.forget()
 
 
 def evidence(book: LoraBook, lora_request: Any) -> Evidence:
@@ -212,9 +212,12 @@ def test_weights_exchanged_while_a_request_runs_are_not_stored_under_the_old_one
     except ValueError:
         assert path == "broken"
     assert not running.holds()
-    # nor when it is exchanged back: who knows what was computed in between
+    # nor when it is exchanged back, nor under a new number: who knows what of the other one vLLM's own cache has
     manager._load_adapter(one)
+    again = lora(one.lora_path, 7)
+    manager._load_adapter(again)
     assert not running.holds()
+    assert not evidence(book, again).holds()
 
 
 def test_files_changed_while_a_request_runs_end_its_storing(book: LoraBook, tmp_path: Path, manager: Any) -> None:
