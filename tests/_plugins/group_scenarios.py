@@ -164,6 +164,8 @@ class GroupScenarios(Served):
 
     GROUPS: ClassVar[range]
     """Numbers of the model's KV groups."""
+    STARVING: ClassVar[tuple[int, int]]
+    """Length of prompts of which five start, and cannot all go on, in the blocks that there are; and their hit."""
 
     # -------------------------------------------------------------------------------------------------- what is found
 
@@ -237,9 +239,10 @@ class GroupScenarios(Served):
             stand.engine.call("budget", tokens=normal)
 
     def test_requests_that_run_out_of_blocks_answer_as_without_the_cache(self, stand: Stand) -> None:
-        prompts = [prompt(230 + i, 760) for i in range(5)]
+        length, hit = self.STARVING
+        prompts = [prompt(230 + i, length) for i in range(5)]
         expected = right(stand.engine, *prompts, max_tokens=20)
-        for hits in ([0] * 5, [512] * 5):
+        for hits in ([0] * 5, [hit] * 5):
             stand.engine.run(COUNT_PREEMPTIONS)
             answers = store(stand, *prompts, max_tokens=20)
             assert stand.engine.run(PREEMPTIONS) > 0
