@@ -5,17 +5,21 @@ Whatever is wrong with a file is a TraceError that names the file, the line and 
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from lmcache.core.keys import HASH_BYTES, ChainHash, NamespaceDigest
 from lmcache.core.recording import FORMAT
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, GeometryError
+from lmcache.geometry.chunking import check_chunk_size
 from lmcache.geometry.groups import Geometry
 from lmcache.simulator.trace import Event, Recorded, Trace, TraceNamespace, plain_geometry
 
 T = TypeVar("T")
+
+Size = Annotated[int, msgspec.Meta(ge=1)]
+Length = Annotated[int, msgspec.Meta(ge=0)]
 
 CHUNK_TOKENS = 512
 """Tokens that one id of a public trace stands for, unless the user says otherwise."""
@@ -32,7 +36,7 @@ class _Kind(msgspec.Struct):
 class _Request(msgspec.Struct):
     """A line of a public trace."""
 
-    input_length: int
+    input_length: Length
     hash_ids: list[int]
 
 
@@ -41,14 +45,14 @@ class _Recording(msgspec.Struct):
     recording: str
     part: int
     policy: str
-    cells: int
-    cell_bytes: int
+    cells: Size
+    cell_bytes: Size
 
 
 class _Namespace(msgspec.Struct):
     namespace: int
-    digest: str
-    chunk_size: int
+    digest: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")]
+    chunk_size: Size
     geometry: Geometry
 
 
@@ -155,7 +159,7 @@ class _Reader:
             case "store":
                 self._store(place, place.decoded(line, _Store))
             case "namespace":
-                self._namespace(place.decoded(line, _Namespace))
+                self._namespace(place, place.decoded(line, _Namespace))
             case "recording":
                 self._begin(place, place.decoded(line, _Recording))
             case other:
@@ -204,7 +208,11 @@ class _Reader:
         self._head, self._cell_bytes = line, line.cell_bytes
         self._numbers.clear()
 
-    def _namespace(self, line: _Namespace) -> None:
+    def _namespace(self, place: _Place, line: _Namespace) -> None:
+        try:
+            check_chunk_size(line.geometry, line.chunk_size)
+        except GeometryError as error:
+            raise place.error(error.args[0]) from error
         digest = NamespaceDigest(bytes.fromhex(line.digest))
         self._numbers[line.namespace] = self._space(digest, line.geometry, line.chunk_size)
 
