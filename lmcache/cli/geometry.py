@@ -1,7 +1,7 @@
 """`lmcache geometry`: explains what a cache makes of a model, before anybody starts it or from a running server."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import click
 
@@ -59,7 +59,7 @@ def geometry(
     if model is not None:
         from lmcache.engines.models.running import Running
 
-        with _progress():
+        with _progress() if via != "table" else nullcontext():
             subjects = [explain_model(model, Running(tensor_parallel_size, kv_dtype, block_size), via, DEFAULT_CELL)]
     else:
         subjects = explain_server(server or "")

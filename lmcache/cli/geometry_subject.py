@@ -12,8 +12,10 @@ from lmcache.errors import ConfigError
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 
 if TYPE_CHECKING:
+    from lmcache.engines.models.describe import Described
     from lmcache.engines.models.layers import CacheLayer
     from lmcache.engines.models.running import Running
+    from lmcache.engines.models.source import ModelConfig
 
 
 @attrs.frozen
@@ -57,42 +59,58 @@ class Subject:
 def explain_model(path: str, running: "Running", via: str, cell_bytes: int) -> Subject:
     """Explain a `config.json`. Raises ConfigError for what it does not say, and for what nobody knows."""
     from lmcache.engines.models.describe import describe
-    from lmcache.engines.models.grouping import VERSION
     from lmcache.engines.models.source import read_config
 
     config = read_config(path)
-    described = describe(config, running)
-    geometry, groups, way, version = described.geometry, described.groups, "table", VERSION
-    how = f"by lmcache's copy of its rules{'' if via == 'table' else ' (vLLM is not installed here)'}"
-    if via != "table":
-        from lmcache.engines.vllm.model_groups import ask_vllm, vllm_is_installed
-
-        if vllm_is_installed():
-            try:
-                asked = ask_vllm(config.path, running)
-            except ConfigError as error:
-                if via == "vllm":
-                    raise
-                how = f"by lmcache's copy of its rules, as {error.args[0]}"
-            else:
-                layers = {layer.name: layer for group in described.groups for layer in group}
-                geometry, way, version = asked.geometry, "vllm", asked.version
-                groups = tuple(tuple(layers[name] for name in names) for names in asked.layers)
-                how = "by vLLM's own code"
-        elif via == "vllm":
-            raise ConfigError("--via vllm: no vLLM is installed here", remedy="use --via table, which needs none")
+    ours = describe(config, running)
+    sorted_ = _sorted_by_vllm(config, running, ours, via)
     ranks = f", {running.ranks} ranks" if running.ranks > 1 else ""
     return Subject(
         config.name,
         f"{config.name} ({config.architecture}), {config.layers} layers{ranks}, KV dtype {running.kv_dtype}",
-        way,
-        f"KV groups of vLLM {version} on Hopper GPUs: layers from lmcache's table, sorted {how}.",
-        geometry,
-        tuple(_facts(n, group, geometry.groups[n]) for n, group in enumerate(groups)),
+        sorted_.via,
+        f"KV groups of vLLM {sorted_.version} on Hopper GPUs: layers from lmcache's table, sorted {sorted_.how}.",
+        sorted_.described.geometry,
+        tuple(_facts(n, g, sorted_.described.geometry.groups[n]) for n, g in enumerate(sorted_.described.groups)),
         cell_bytes,
-        f"vllm {version}",
+        f"vllm {sorted_.version}",
         config.architecture,
     )
+
+
+@attrs.frozen
+class _Sorted:
+    """Layers in groups, and whose work that is."""
+
+    described: "Described"
+    via: str
+    version: str
+    how: str
+
+
+def _sorted_by_vllm(config: "ModelConfig", running: "Running", ours: "Described", via: str) -> _Sorted:
+    """What vLLM makes of the layers; what we make of them (`ours`) where it is not to be asked or does not answer."""
+    from lmcache.engines.models.grouping import VERSION
+
+    copy = "by lmcache's copy of its rules"
+    if via == "table":
+        return _Sorted(ours, "table", VERSION, copy)
+    from lmcache.engines.models.describe import Described
+    from lmcache.engines.vllm.model_groups import ask_vllm, vllm_is_installed
+
+    if not vllm_is_installed():
+        if via == "vllm":
+            raise ConfigError("--via vllm: no vLLM is installed here", remedy="use --via table, which needs none")
+        return _Sorted(ours, "table", VERSION, f"{copy} (vLLM is not installed here)")
+    try:
+        asked = ask_vllm(config.path, running)
+    except ConfigError as error:
+        if via == "vllm":
+            raise
+        return _Sorted(ours, "table", VERSION, f"{copy}, as {error.args[0]}")
+    layers = {layer.name: layer for group in ours.groups for layer in group}
+    groups = tuple(tuple(layers[name] for name in names) for names in asked.layers)
+    return _Sorted(Described(asked.geometry, groups), "vllm", asked.version, "by vLLM's own code")
 
 
 def _facts(number: int, layers: Sequence["CacheLayer"], group: KVGroup) -> GroupFacts:

@@ -1,6 +1,7 @@
 """The table of architectures is honest: vLLM's own code groups its layers as we do, and vLLM's own models have them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,13 +71,28 @@ def test_vllm_makes_blocks_for_a_state_as_long_as_we_do(probed: dict[str, Any], 
     assert probed["layers"][name]["block_size"] > 128
 
 
-def test_the_command_asks_vllm_in_a_process_of_its_own() -> None:
-    running = Running(8)
-    asked = ask_vllm(CONFIGS / "glm-5.3" / "config.json", running)
+@pytest.mark.timeout(320)
+def test_the_command_asks_vllm_unasked_and_says_so() -> None:
+    command = [sys.executable, "-m", "lmcache", "geometry", str(CONFIGS / "glm-5.3-flash"), "--json"]
+    done = subprocess.run(
+        [*command, "--tensor-parallel-size", "8"], check=False, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
-    assert asked.version
-    assert asked.geometry == describe(read_config(CONFIGS / "glm-5.3"), running).geometry
-    assert "vllm" not in sys.modules
+    (found,) = json.loads(done.stdout)["geometries"]
+    assert found["via"] == "vllm"
+    assert re.fullmatch(
+        r"KV groups of vLLM \d+\.\S+ on Hopper GPUs: layers from lmcache's table, sorted by vLLM's own code\.",
+        found["basis"],
+    )
+    # what each group holds is told of the same layers, scratch included
+    assert [(group["kind"], group["tokens_per_block"], group["layers"]) for group in found["groups"]] == [
+        *[("recurrent", 1024, 9)] * 2,
+        *[("recurrent", 1024, 8)] * 2,
+        ("full", 1024, 11),
+        ("scratch", 0, 11),
+    ]
+    assert found["groups"][5]["holds"] == ["11 × index keys of the pool that is still being filled (kpool tail)"]
     assert vllm_is_installed()
 
 
