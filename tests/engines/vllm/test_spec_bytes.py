@@ -323,15 +323,20 @@ def test_only_snapshots_that_vllm_keeps_are_stored(
 
 
 @pytest.mark.parametrize(
-    ("model", "blocks"),
-    [("glm_5_2_fp8", {0: range(4, 12)}), ("gpt_oss_120b", {0: range(40, 48), 1: range(18, 48)})],
+    ("model", "staging", "blocks"),
+    [
+        ("glm_5_2_fp8", False, {0: range(4, 12)}),
+        # 288 tokens: the load begins inside a chunk
+        ("gpt_oss_120b", False, {0: range(40, 48), 1: range(18, 48)}),
+        ("gpt_oss_120b", True, {0: range(40, 48), 1: range(18, 48)}),
+    ],
 )
 def test_what_vllm_holds_itself_is_not_loaded(
-    driver: SpecProcess, server: ServerProcess, model: str, blocks: Blocks
+    driver: SpecProcess, server: ServerProcess, model: str, staging: bool, blocks: Blocks
 ) -> None:
     case = CASES[model]
     prompt = tokens(1, case.prompt)
-    driver.call("open", model=model, port=server.port, **case.pool)
+    driver.call("open", model=model, port=server.port, **case.pool | {"staging": staging})
     driver.call("prefill", tokens=prompt)
     driver.call("recall", tokens=tokens(3, 100))  # forgets the prompt
     driver.call("prefill", tokens=prompt[:300])
