@@ -18,9 +18,9 @@ that follow `parent`, or that start the prompt where it is null. Of ranks with b
 """
 
 import contextlib
-import json
 import logging
 import queue
+import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ log = logging.getLogger("lmcache.server")
 
 FORMAT = 1
 
-ID_BITS = 53
+_ID_MASK = (1 << 53) - 1
 
 WAITING_BYTES = 32 << 20
 """Hashes that wait to be written, at most: what comes while a slow disk has not caught up is not recorded."""
@@ -51,9 +51,11 @@ CLOSE_SECONDS = 2.0
 """A stopping server waits this long, at most, for the disk."""
 
 
-def hash_id(chain_hash: bytes) -> int:
-    """What a recording calls the chunk."""
-    return int.from_bytes(chain_hash[:8], "little") & ((1 << ID_BITS) - 1)
+def hash_ids(hashes: bytes) -> list[int]:
+    """What a recording calls chunks, given their joined chain hashes."""
+    # of each hash's two words the first
+    words = struct.unpack(f"<{len(hashes) // 8}Q", hashes)[:: HASH_BYTES // 8]
+    return [word & _ID_MASK for word in words]
 
 
 @attrs.frozen
@@ -79,18 +81,17 @@ class _Event:
 
     def line(self, number: int) -> dict[str, Any]:
         """As it is written; `number` is the namespace's in this part."""
-        ids = [hash_id(self.hashes[at : at + HASH_BYTES]) for at in range(0, len(self.hashes), HASH_BYTES)]
         line: dict[str, Any] = {
             "event": "store" if self.groups else "lookup",
             "timestamp": self.timestamp,
             "input_length": self.input_length,
             "output_length": 0,
-            "hash_ids": ids,
+            "hash_ids": hash_ids(self.hashes),
             "namespace": number,
             "tenant": self.tenant,
         }
         if self.groups:
-            return {**line, "parent": hash_id(self.parent) if self.parent else None, "groups": list(self.groups)}
+            return {**line, "parent": next(iter(hash_ids(self.parent)), None), "groups": list(self.groups)}
         return {**line, "hit_length": self.hit_length}
 
 
@@ -125,7 +126,9 @@ class Recorder:
         return self._refused + self._failed
 
     def close(self) -> None:
-        """Write what waits, unless the disk hangs, and end."""
+        """Write what waits, unless the disk hangs, and end. Idempotent."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._events.put(None)
         self._thread.join(CLOSE_SECONDS)
@@ -196,7 +199,7 @@ class Recorder:
         known = event.namespace.digest in self._numbers
         number = self._numbers[event.namespace.digest] if known else len(self._numbers)
         lines += [] if known else [_described(event.namespace, number)]
-        return b"".join(json.dumps(line).encode() + b"\n" for line in [*lines, event.line(number)])
+        return b"".join(msgspec.json.encode(line) + b"\n" for line in [*lines, event.line(number)])
 
     def _begin_again(self) -> None:
         self._begun = False

@@ -27,6 +27,7 @@ from lmcache.core.protocol import (
     decode_reply,
     encode,
 )
+from lmcache.core.recording import Recorder
 from lmcache.core.server import Server
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 from lmcache.plugins.eviction.lru import LRU
@@ -58,10 +59,10 @@ def prompt(number: int, chunks: int) -> list[ChainHash]:
 class RunningServer:
     """A server in a thread of this process."""
 
-    def __init__(self, *, backed: bool = True, **settings: Any) -> None:
+    def __init__(self, *, backed: bool = True, recorder: Recorder | None = None, **settings: Any) -> None:
         """With `backed`, all of its arena has memory before the test begins."""
         settings = {"port": 0, "l1_bytes": 64 * CELL, "cell_bytes": CELL, "chunk_size": CHUNK, **settings}
-        self.server = Server(ServerConfig(**settings), LRU())
+        self.server = Server(ServerConfig(**settings), LRU(), recorder)
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="server")
         self._thread.start()

@@ -53,8 +53,8 @@ def test_bytes_need_the_size_of_a_token(make_trace) -> None:
     with pytest.raises(ConfigError) as refusal:
         fit_capacities([parse_capacity("8GB")], trace)
     assert str(refusal.value) == (
-        f"--capacity 8GB is in bytes, and {trace.name} does not say how large its chunks are; give --bytes-per-token as "
-        "well, the KV bytes of a token over all layers and ranks, or write a share like 2%"
+        f"--capacity 8GB is in bytes, and {trace.name} does not say how large its chunks are; give --bytes-per-token "
+        "as well, the KV bytes of a token over all layers and ranks, or write a share like 2%"
     )
 
 

@@ -1,4 +1,4 @@
-"""The simulator against figures that were made without it: simple programs here, and those published with the traces."""
+"""The simulator against figures that were made without it: by simple programs here, and those that are published."""
 
 import heapq
 import os

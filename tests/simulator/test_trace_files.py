@@ -73,10 +73,16 @@ def test_a_trace_of_whole_chunks_only_and_of_another_chunk_size_is_read(tmp_path
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ('{"input_length": 1000, "hash_ids": [4, 5}\n', "FILE, line 2: JSON is malformed: expected ',' or ']' (byte 40)"),
+        (
+            '{"input_length": 1000, "hash_ids": [4, 5}\n',
+            "FILE, line 2: JSON is malformed: expected ',' or ']' (byte 40)",
+        ),
         ('{"input_length": 1000, "hash_', "FILE, line 2: Input data was truncated"),
         ('{"input_length": 1000}\n', "FILE, line 2: there is no field `hash_ids`"),
-        ('{"input_length": 1000, "hash_ids": [4, "x"]}', "FILE, line 2: Expected `int`, got `str` - at `$.hash_ids[1]`"),
+        (
+            '{"input_length": 1000, "hash_ids": [4, "x"]}',
+            "FILE, line 2: Expected `int`, got `str` - at `$.hash_ids[1]`",
+        ),
         ("[1, 2]\n", "FILE, line 2: Expected `object`, got `array`"),
         ("\x00\x00\x00\x00", "FILE, line 2: JSON is malformed: invalid character (byte 0)"),
         ('{"input_length": 1000, "hash_ids": [-4, 5]}', "FILE, line 2: id -4 is negative"),
@@ -93,15 +99,15 @@ def test_bytes_that_are_no_text_are_refused(refusal) -> None:
 
 def test_ids_that_do_not_fit_the_length_point_at_the_chunk_size(refusal) -> None:
     assert refusal(GOOD + GOOD.replace("1000", "5000")) == (
-        "FILE, line 2: 2 hash_ids for 5000 tokens, which are 10 chunks of 512; say with --chunk-size how many tokens an "
-        "id stands for"
+        "FILE, line 2: 2 hash_ids for 5000 tokens, which are 10 chunks of 512; say with --chunk-size how many tokens "
+        "an id stands for"
     )
 
 
 def test_an_id_that_stands_for_two_prefixes_is_refused(refusal) -> None:
     assert refusal(GOOD + GOOD.replace("[4, 5]", "[7, 5]")) == (
-        "FILE, line 2: id 5 follows another chunk here than before; give each prefix an id of its own: an id stands for "
-        "a chunk and all chunks before it"
+        "FILE, line 2: id 5 follows another chunk here than before; give each prefix an id of its own: an id stands "
+        "for a chunk and all chunks before it"
     )
 
 
