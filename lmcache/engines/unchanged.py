@@ -68,6 +68,10 @@ class Beginning:
     mounts: frozenset[Mount]
 
 
+NEVER = Beginning(0, 0, frozenset())
+"""Of a process that cannot be asked: nothing is older, so nothing that it has read is certain."""
+
+
 @attrs.frozen
 class Entry:
     """A file, or something on the way to one."""
@@ -171,8 +175,11 @@ def _entry(path: str, status: os.stat_result, *, whole: bool) -> Entry:
 
 
 def process_beginning() -> Beginning:
-    """When this process began. The mounts are those of the first call in it."""
-    return _beginning(os.getpid())
+    """When this process began. The mounts are those of the first call in it. Raises nothing."""
+    try:
+        return _beginning(os.getpid())
+    except OSError:
+        return NEVER
 
 
 @functools.cache

@@ -251,6 +251,15 @@ def test_a_process_knows_when_it_began() -> None:
     assert asked - began > 20_000_000, "an interpreter starts in less than that"
 
 
+def test_a_process_that_cannot_be_asked_is_certain_of_nothing(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> None:
+        raise PermissionError("/proc")
+
+    monkeypatch.setattr(unchanged, "_beginning", refuse)
+    lora = tree / "middle" / "lora"
+    assert changed_since(seen(lora), process_beginning()) == f"{lora} has changed"
+
+
 def test_a_forked_child_begins_when_it_is_forked() -> None:
     parent = process_beginning()
     time.sleep(0.05)
