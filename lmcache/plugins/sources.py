@@ -21,6 +21,15 @@ from lmcache.errors import PluginError
 
 BUILT_IN = (
     "lmcache.plugins.eviction.lru",
+    "lmcache.plugins.eviction.fifo",
+    "lmcache.plugins.eviction.lfu",
+    "lmcache.plugins.eviction.slru",
+    "lmcache.plugins.eviction.arc",
+    "lmcache.plugins.eviction.sieve",
+    "lmcache.plugins.eviction.s3fifo",
+    "lmcache.plugins.eviction.tinylfu",
+    "lmcache.plugins.eviction.gdsf",
+    "lmcache.plugins.eviction.prefix_aware",
     "lmcache.engines.reference.adapter",
     "lmcache.engines.vllm.adapter",
 )

@@ -24,8 +24,8 @@ class NodeQueue:
     Every operation costs the same at a thousand nodes and at a million. An ordered dict does not: finding its oldest
     entry walks past the traces of all entries that were removed from its front since it last grew.
 
-    A node is in one queue at a time, which owns its `policy_state` meanwhile: what a policy remembers about the node, it
-    keeps in `node.policy_state.mark`. Nothing here refers to a removed node, not even in a cycle.
+    A node is in one queue at a time, which owns its `policy_state` meanwhile: what a policy remembers about the node,
+    it keeps in `node.policy_state.mark`. Nothing here refers to a removed node, not even in a cycle.
     """
 
     __slots__ = ("_end",)
@@ -63,7 +63,8 @@ class NodeQueue:
             first.colder, last.warmer = warmest, end
             warmest.warmer, end.colder = first, last
 
-    def remove(self, node: ChunkNode) -> None:
+    @staticmethod
+    def remove(node: ChunkNode) -> None:
         """Take a node out of the queue that it is in."""
         link = node.policy_state
         link.colder.warmer = link.warmer

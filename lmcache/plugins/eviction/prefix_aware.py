@@ -1,0 +1,181 @@
+"""prefix-aware: made for KV caches. Knows chains and what chunks cost, and learns when they come back."""
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from lmcache.core.hookspecs import hookimpl
+from lmcache.core.policy import ChunkNode, EvictionPolicy
+from lmcache.plugins.eviction.arrivals import Arrivals
+from lmcache.plugins.eviction.ghosts import Ghosts
+from lmcache.plugins.eviction.queue import NodeQueue
+from lmcache.plugins.eviction.returns import BINS, Life, Returns, bin_of
+
+MOST_USES = 4
+"""Chunks used more often than this are of one kind with those used so often."""
+
+KINDS = 2 * MOST_USES
+
+GHOSTS = 3
+"""Chunks that are remembered for each one that is cached: what pauses longer than it stays must be seen to return."""
+
+FEWEST_GHOSTS = 4096
+
+DEEP = 256
+"""Chunks before it at which a chunk costs twice what it costs at a prompt's beginning: attention looks back at all."""
+
+
+@attrs.define(eq=False)
+class Place(Life):
+    """What is known of a node: `policy_state.mark`; and of a chunk that is gone."""
+
+    uses: int = 1
+    tail: bool = False
+    """Whether a prompt ended here, and none went on since."""
+    followers: int = 0
+    """Known nodes of which it is the parent."""
+
+    def classify(self) -> None:
+        """Say what kind of life begins."""
+        self.kind = min(self.uses, MOST_USES) - 1 + MOST_USES * self.tail
+
+
+class PrefixAware(EvictionPolicy):
+    """Evicts the leaf from which fewest hits can be expected for the time that it would stay, weighted by their cost.
+
+    *Learned*: what `Returns` has seen of chunks used as often, and of prompts' ends, at that age. A conversation that
+    comes back after its user has read the answer is worth little at once, more later, and nothing after a long time;
+    no order of recency says that. *Known*: only leaves can go, so trunks do not compete until their last branch is
+    gone; a deep chunk costs more to compute again. Counts nodes, not cells.
+
+    Leaves of one kind and one bin of age are in one queue, so a search compares queues, not nodes.
+    """
+
+    name = "prefix-aware"
+
+    def __init__(self) -> None:
+        self._returns = Returns(KINDS)
+        self._leaves = [[NodeQueue() for _ in range(BINS)] for _ in range(KINDS)]
+        self._trunks = NodeQueue()
+        self._ghosts = Ghosts()
+        self._arrivals = Arrivals()
+        self._nodes = 0
+
+    def insert(self, node: ChunkNode) -> None:
+        """A new leaf, with the uses of its former life."""
+        returns, place = self._returns, Place()
+        known: Place | None = self._ghosts.pop(node.key)
+        if known:
+            returns.end(known)
+            place.uses = known.uses + 1
+        place.classify()
+        place.since = returns.now
+        self._leaves[place.kind][0].append(node, place)
+        self._arrivals.insert(node)
+        self._nodes += 1
+        above = _place(node.parent)
+        if above:
+            above.followers += 1
+            if above.followers == 1 and node.parent:
+                self._trunks.move_to_warm_end((node.parent,))
+
+    def touch(self, nodes: Sequence[ChunkNode]) -> None:
+        """A use ends one life of each node and begins another; so does a store, for what it stored."""
+        stored = self._arrivals.settle(nodes)
+        self._returns.now += len(stored or nodes)
+        if stored:
+            for number, node in enumerate(stored):
+                self._begin(node, tail=number == 0)
+            for node in nodes[len(stored) : len(stored) + 1]:
+                node.policy_state.mark.tail = False  # the prompt went on
+        else:
+            for node in nodes:
+                place: Place = node.policy_state.mark
+                self._returns.end(place)
+                place.uses += 1
+                self._begin(node, tail=place.tail)
+        self._returns.advance()
+
+    def remove(self, node: ChunkNode) -> None:
+        """Forget a node, and remember its chunk."""
+        place: Place = node.policy_state.mark
+        NodeQueue.remove(node)
+        self._arrivals.remove(node)
+        self._nodes -= 1
+        above = _place(node.parent)
+        if above and node.parent:
+            above.followers -= 1
+            if not above.followers:
+                self._file(node.parent, above)
+        self._ghosts.add(node.key, place)
+        while len(self._ghosts) > max(FEWEST_GHOSTS, GHOSTS * self._nodes):
+            self._returns.forget(self._ghosts.pop_oldest())
+
+    def victims(self) -> Iterator[ChunkNode]:
+        """Leaves by worth, the least first; a trunk as soon as all that follows it was named."""
+        self._age()
+        coldest = [(queue, queue.coldest) for kind in self._leaves for queue in kind]
+        line: list[tuple[float, int, ChunkNode, Iterator[ChunkNode]]] = []
+        for number, (queue, node) in enumerate(coldest):
+            if node:
+                rest = iter(queue)
+                next(rest)
+                line.append((self._worth(node), number, node, rest))
+        heapq.heapify(line)
+        number, unnamed = len(coldest), dict[ChunkNode, int]()
+        while line:
+            _, queue_number, node, rest = line[0]
+            yield node
+            following = next(rest, None)
+            if following:
+                heapq.heapreplace(line, (self._worth(following), queue_number, following, rest))
+            else:
+                heapq.heappop(line)
+            above = _place(node.parent)
+            if above and node.parent:
+                unnamed[node.parent] = unnamed.get(node.parent, above.followers) - 1
+                if not unnamed[node.parent]:
+                    number += 1
+                    heapq.heappush(line, (self._worth(node.parent), number, node.parent, iter(())))
+
+    def _begin(self, node: ChunkNode, *, tail: bool) -> None:
+        place: Place = node.policy_state.mark
+        place.tail = tail
+        place.classify()
+        self._returns.begin(place)
+        if not place.followers:
+            self._leaves[place.kind][0].move_to_warm_end((node,))
+
+    def _file(self, node: ChunkNode, place: Place) -> None:
+        """Put a leaf where its kind and age belong."""
+        self._leaves[place.kind][bin_of(self._returns.now - place.since)].move_to_warm_end((node,))
+
+    def _age(self) -> None:
+        """Move leaves that have outgrown their bin: each does so once for each bin."""
+        now = self._returns.now
+        for queues in self._leaves:
+            for number, queue in enumerate(queues):
+                while node := queue.coldest:
+                    place: Place = node.policy_state.mark
+                    if bin_of(now - place.since) <= number:
+                        break
+                    self._file(node, place)
+
+    def _worth(self, node: ChunkNode) -> float:
+        """Hits to be expected for a place and time, in computing saved. Hints belong here, as further factors."""
+        place: Place = node.policy_state.mark
+        age = bin_of(self._returns.now - place.since)
+        return self._returns.worth[place.kind][age] * (1 + node.depth / DEEP)
+
+
+def _place(node: ChunkNode | None) -> Place | None:
+    """What is known of a node; None for one that is not known (any more)."""
+    place: Place | None = node.policy_state.mark if node and node.policy_state else None
+    return place
+
+
+@hookimpl
+def lmcache_register_eviction_policies() -> list[type[EvictionPolicy]]:
+    """Offer the policy to `--eviction-policy prefix-aware`."""
+    return [PrefixAware]

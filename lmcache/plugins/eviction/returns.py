@@ -1,0 +1,121 @@
+"""When chunks come back: learned from what was seen, and turned into what it is worth to wait for them."""
+
+from bisect import bisect_right
+from collections import deque
+from itertools import pairwise
+
+import attrs
+
+EDGES = (0, *(int(32 * 1.5**power) for power in range(33)))
+"""Ages at which a bin begins, in chunks that were stored or used since: half as long again each time, to 13 million."""
+
+BINS = len(EDGES) - 1
+_WIDTHS = [after - before for before, after in pairwise(EDGES)]
+
+SAMPLE = 4
+"""One life in so many is watched."""
+
+MEMORY = 5000
+"""Lives that a bin knows at most, before it forgets half: so the model follows the traffic."""
+
+PRIOR, PRIOR_LIVES = 0.1, 20 / SAMPLE
+"""Before anything was seen: one in ten comes back in every bin, as if so many lives had shown it. So what is younger is
+worth more, as in LRU."""
+
+REFRESH = 64
+"""Observations between two looks at what one kind is worth."""
+
+
+@attrs.define(eq=False)
+class Life:
+    """A chunk between two uses. Knows no node: it is remembered when the node is gone."""
+
+    kind: int = 0
+    since: int = 0
+    """Time of the last use."""
+    watched: bool = False
+
+
+def bin_of(age: int) -> int:
+    """The bin of an age."""
+    return min(bisect_right(EDGES, age), BINS) - 1
+
+
+class Returns:
+    """For kinds of chunks, how likely they come back at what age; and what a place is worth to one of them.
+
+    A life that is watched enters bin after bin until its chunk is used again, is forgotten, or is older than all bins.
+    Of those that entered a bin, some came back in it: that is all that is counted. What counts is chance per time:
+    `worth` is the most hits for a cell and a unit of time that can be had by keeping a chunk of some age for some time
+    longer, however long (the index of J. C. Gittins, Bandit processes and dynamic allocation indices, Journal of the
+    Royal Statistical Society B 41(2), 1979). For a chunk that comes back after a pause, that is low at first and rises.
+    """
+
+    def __init__(self, kinds: int) -> None:
+        self.now = 0
+        """Chunks stored or used so far: the policy moves it on."""
+        self.worth = [[0.0] * BINS for _ in range(kinds)]
+        self._entered = [[0.0] * BINS for _ in range(kinds)]
+        self._returned = [[0.0] * BINS for _ in range(kinds)]
+        self._watched: list[deque[tuple[Life, int]]] = [deque() for _ in range(BINS)]
+        self._lives = self._seen = 0
+        for kind in range(kinds):
+            self._appraise(kind)
+
+    def begin(self, life: Life) -> None:
+        """`life.kind` was used now."""
+        life.since = self.now
+        self._lives += 1
+        life.watched = not self._lives % SAMPLE
+        if life.watched:
+            self._watched[0].append((life, life.since))
+            self._enter(life.kind, 0)
+
+    def end(self, life: Life) -> None:
+        """Its chunk was used again."""
+        if life.watched:
+            self._returned[life.kind][bin_of(self.now - life.since)] += 1
+            life.watched = False
+
+    def forget(self, life: Life) -> None:
+        """Nobody would notice if its chunk were used again."""
+        life.watched = False
+
+    def advance(self) -> None:
+        """Let lives that are old enough enter their next bin."""
+        for number, watched in enumerate(self._watched):
+            old = self.now - EDGES[number + 1]
+            while watched and watched[0][1] <= old:
+                life, since = watched.popleft()
+                # it may have ended, and begun again, since it came here
+                if life.watched and life.since == since and number + 1 < BINS:
+                    self._watched[number + 1].append((life, since))
+                    self._enter(life.kind, number + 1)
+
+    def _enter(self, kind: int, number: int) -> None:
+        entered, returned = self._entered[kind], self._returned[kind]
+        entered[number] += 1
+        if entered[number] > MEMORY:
+            entered[number] /= 2
+            returned[number] /= 2
+        self._seen += 1
+        if not self._seen % REFRESH:
+            self._appraise(self._seen // REFRESH % len(self.worth))
+
+    def _appraise(self, kind: int) -> None:
+        """Compute `worth` of one kind anew."""
+        chances = [
+            (back + PRIOR * PRIOR_LIVES) / max(entered + PRIOR_LIVES, back + 1)
+            for entered, back in zip(self._entered[kind], self._returned[kind], strict=True)
+        ]
+        for first in range(BINS):
+            left, hits, time, best = 1.0, 0.0, 0.0, 0.0
+            width = _WIDTHS[first] / 2  # on average, half of the bin it is in lies before it
+            for number in range(first, BINS):
+                chance = chances[number]
+                hits += left * chance
+                time += left * (1 - chance / 2) * width
+                best = max(best, hits / time)
+                left *= 1 - chance
+                width = _WIDTHS[min(number + 1, BINS - 1)]
+            self.worth[kind][first] = best
