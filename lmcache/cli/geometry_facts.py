@@ -49,7 +49,8 @@ class ChunkFacts:
     chunk_size: int
     """Tokens."""
     bytes_per_token: float
-    """Stored, over all groups, layers and distinct ranks."""
+    """Stored, over all groups, layers and distinct ranks. With states at most: of a chunk at whose end the engine left
+    none, none is stored."""
     share_of_full: float
     """Of what full attention in all layers would store; 1 where nothing can be compared."""
     cells: int
@@ -119,9 +120,17 @@ def full_bytes_per_token(geometry: Geometry) -> float:
 
 
 def chosen_chunk_sizes(geometry: Geometry, asked: Sequence[int]) -> tuple[int, ...]:
-    """The sizes to show: those asked for, else the default, and the larger one that it is compared with."""
+    """The sizes to show: those asked for, else the default, and the larger one that it is compared with.
+
+    With states there is nothing to compare: a larger chunk rarely ends where the engine left one.
+    """
     best = default_chunk_size(geometry)
-    return tuple(dict.fromkeys(asked)) or (best, _larger(geometry, best))
+    return tuple(dict.fromkeys(asked)) or ((best,) if keeps_states(geometry) else (best, _larger(geometry, best)))
+
+
+def keeps_states(geometry: Geometry) -> bool:
+    """Whether a hit needs a state."""
+    return any(group.kind is GroupKind.RECURRENT for group in geometry.groups)
 
 
 def allowed_chunk_sizes(geometry: Geometry) -> tuple[int, ...]:
@@ -140,14 +149,16 @@ def checked_prompts(prompts: Sequence[int]) -> tuple[int, ...]:
 def advise(geometry: Geometry) -> Advice:
     """The chunk size that a server takes by itself, and what speaks for it: the same rule, in words."""
     best = default_chunk_size(geometry)
+    if keeps_states(geometry):
+        return Advice(
+            best,
+            "hits end only where a chunk ends with a state, and engines leave few of them, so the smallest size that "
+            f"fits, {best:,}, hits most",
+        )
     larger = _larger(geometry, best)
-    kinds = {geometry.groups[number].kind for number in geometry.cached_groups}
-    if GroupKind.RECURRENT in kinds:
-        reason = f"hits end only where a chunk stored the state, so the smallest size that fits, {best:,}, hits most"
-    else:
-        small, large = (cached_tokens(size, TYPICAL_PROMPT) / TYPICAL_PROMPT for size in (best, larger))
-        reason = f"only whole chunks are stored, so of a prompt of {TYPICAL_PROMPT:,} tokens {best:,} keeps {small:.0%}"
-        reason += f" and {larger:,} keeps {large:.0%}" if large < small else ""
+    small, large = (cached_tokens(size, TYPICAL_PROMPT) / TYPICAL_PROMPT for size in (best, larger))
+    reason = f"only whole chunks are stored, so of a prompt of {TYPICAL_PROMPT:,} tokens {best:,} keeps {small:.0%}"
+    reason += f" and {larger:,} keeps {large:.0%}" if large < small else ""
     less = 1 - (stored_bytes(geometry, larger) / larger) / (stored_bytes(geometry, best) / best)
     return Advice(best, reason + (f"; {larger:,} would store {less:.0%} fewer bytes a token" if less >= 0.005 else ""))
 

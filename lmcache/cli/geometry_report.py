@@ -14,6 +14,7 @@ from lmcache.cli.geometry_facts import (
     chosen_chunk_sizes,
     chunk_facts,
     full_bytes_per_token,
+    keeps_states,
     token_bytes,
 )
 from lmcache.cli.geometry_subject import GroupFacts, Subject, alike
@@ -66,6 +67,11 @@ def _section(subject: Subject, sizes: Sequence[ChunkFacts]) -> Iterator["str | T
     )
     yield ""
     yield _chunks(sizes)
+    if keeps_states(geometry):
+        yield (
+            "Bytes are at most these, and tokens at least: a chunk at whose end the engine left no state stores none, and no "
+            "hit ends there."
+        )
     yield ""
     yield f"recommended: leave --chunk-size out, which gives {advice.chunk_size:,}: {advice.reason}."
 

@@ -87,7 +87,7 @@ def test_a_prompt_keeps_its_whole_chunks_and_hits_all_but_the_token_that_is_left
 def test_sizes_to_show_are_the_default_and_a_larger_one_unless_asked_for() -> None:
     assert chosen_chunk_sizes(Geometry((FULL,)), ()) == (256, 1024)
     assert chosen_chunk_sizes(Geometry((attrs.evolve(FULL, tokens_per_block=48),)), ()) == (288, 1152)
-    assert chosen_chunk_sizes(Geometry((STATE, FULL)), ()) == (512, 2048)
+    assert chosen_chunk_sizes(Geometry((STATE, FULL)), ()) == (512,)
     assert chosen_chunk_sizes(Geometry((FULL,)), (512, 64, 512)) == (512, 64)
     assert allowed_chunk_sizes(Geometry((FULL, KVGroup(GroupKind.FULL, 24, (1,))))) == (48, 96, 144, 192)
 
@@ -104,8 +104,8 @@ def test_the_recommendation_is_what_a_server_does_by_itself_with_its_reason() ->
     states = advise(Geometry((STATE, FULL)))
     assert states.chunk_size == 512
     assert states.reason == (
-        "hits end only where a chunk stored the state, so the smallest size that fits, 512, hits most; 2,048 would "
-        "store 58% fewer bytes a token"
+        "hits end only where a chunk ends with a state, and engines leave few of them, so the smallest size that fits, "
+        "512, hits most"
     )
 
 
