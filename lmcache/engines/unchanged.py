@@ -115,7 +115,7 @@ class Sight:
         try:
             # another process may stand in another folder, where a relative path leads elsewhere
             return bool(self.entries) and absolute(self.given) == self.asked and all(map(Entry.holds, self.entries))
-        except OSError:
+        except (OSError, ValueError):
             return False
 
 

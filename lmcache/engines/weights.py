@@ -87,7 +87,7 @@ def certain_weights(
             if sight.holds():
                 return Weights(digest, sight)
             reason = "it changed while it was read"
-    except OSError as error:
+    except (OSError, ValueError) as error:  # no path at all, as one with a zero byte, is a ValueError
         reason = str(error)
     return Uncertain(reason)
 

@@ -138,9 +138,11 @@ def watch_loads() -> None:
 
     Where vLLM loads in another way than the one that is watched, nothing is ever noted, and nothing stored.
     """
-    from vllm.lora.worker_manager import WorkerLoRAManager
-
     _loads.forget()
+    try:
+        from vllm.lora.worker_manager import WorkerLoRAManager
+    except ImportError:
+        return
     load = getattr(WorkerLoRAManager, "_load_adapter", None)
     if load is None or load.__module__ == __name__:
         return

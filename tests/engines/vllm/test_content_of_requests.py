@@ -111,6 +111,12 @@ def test_a_name_on_a_model_hub_is_never_cached(book: LoraBook, tmp_path: Path, m
     assert reason(book, lora("org/some-lora")) == why
 
 
+@pytest.mark.parametrize("path", ["/a\0b", "", "\ud800", "/dev/null", "~", "x" * 5000])
+def test_what_is_no_path_at_all_is_never_cached_and_no_error(book: LoraBook, path: str) -> None:
+    assert f"the weights of the LoRA at {path} are not certain" in reason(book, lora(path))
+    assert reason(book, lora(path)) == reason(book, lora(path))
+
+
 def test_a_relative_path_is_as_good_as_any(book: LoraBook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lora_folder(tmp_path / "lora")
     monkeypatch.chdir(tmp_path)
@@ -241,8 +247,13 @@ def test_watching_twice_watches_once_and_forgets_the_engine_before(
     assert not evidence(book, one).holds()
 
 
-def test_a_vllm_that_loads_in_another_way_stores_no_lora(book: LoraBook, tmp_path: Path, manager: Any) -> None:
+@pytest.mark.parametrize("there", [True, False], ids=["by another method", "in another module"])
+def test_a_vllm_that_loads_in_another_way_stores_no_lora(
+    book: LoraBook, tmp_path: Path, manager: Any, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
     del type(manager)._load_adapter
+    if not there:
+        monkeypatch.delitem(sys.modules, "vllm.lora.worker_manager")
     watch_loads()
     assert not evidence(book, lora(lora_folder(tmp_path / "one"), 1)).holds()
 
