@@ -69,8 +69,8 @@ def _section(subject: Subject, sizes: Sequence[ChunkFacts]) -> Iterator["str | T
     yield _chunks(sizes)
     if keeps_states(geometry):
         yield (
-            "Bytes are at most these, and tokens at least: a chunk at whose end the engine left no state stores none, and no "
-            "hit ends there."
+            "Bytes are at most these, and tokens at least: a chunk at whose end the engine left no state stores "
+            "none, and no hit ends there."
         )
     yield ""
     yield f"recommended: leave --chunk-size out, which gives {advice.chunk_size:,}: {advice.reason}."
