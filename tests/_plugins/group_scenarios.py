@@ -14,12 +14,16 @@ from vllm_stand import EngineProcess, ServerProcess, Stand, prompt, same_answer
 SERVER = ("--chunk-size", "256", "--l1-cell-kb", "128")
 ENGINE = {"max_model_len": 2816, "max_num_batched_tokens": 1000}
 
-COUNT_PREEMPTIONS = """
-preempted, preempt = [], scheduler._preempt_request
-scheduler._preempt_request = lambda request, *a, **k: (preempted.append(1), preempt(request, *a, **k))
-driver.names['preempted'] = preempted
+WATCH_PREEMPTIONS = """
+preempted, preempt = {}, scheduler._preempt_request
+def watched(request, *arguments, **more):
+    preempted.setdefault(prompts.index(request.prompt_token_ids), request.num_output_tokens)
+    return preempt(request, *arguments, **more)
+scheduler._preempt_request = watched
+driver.names.update(preempted=preempted, prompts=prompts)
 """
-PREEMPTIONS = "del scheduler._preempt_request; result = len(preempted)"
+PREEMPTED = "del scheduler._preempt_request; result = list(preempted.items())"
+"""Each prompt that was preempted, by its number, and how many tokens it had sampled by then."""
 
 HOLD_LOADS = """
 import threading
@@ -97,11 +101,13 @@ def forget(engine: EngineProcess) -> None:
 
 
 def right(engine: EngineProcess, *prompts: list[int], max_tokens: int = 8) -> list[dict]:
-    """What the engine answers without any cache; leaves none of its own behind."""
+    """What the engine answers without any cache, one after the other; leaves none of its own behind."""
+    answers = []
     forget(engine)
-    answers = engine.call("without_cache", prompts=list(prompts), max_tokens=max_tokens)
-    forget(engine)
-    assert {answer["cached"] for answer in answers} == {0}
+    for ids in prompts:
+        answers += engine.call("without_cache", prompts=[ids], max_tokens=max_tokens)
+        forget(engine)
+    assert cached(answers) == [0] * len(prompts)
     return answers
 
 
@@ -125,6 +131,10 @@ def figures(stand: Stand, ids: list[int]) -> Figures:
 
 def all_same(expected: list[dict], answers: list[dict]) -> bool:
     return all(same_answer(a, b) for a, b in zip(expected, answers, strict=True))
+
+
+def first_tokens(answer: dict, number: int) -> dict:
+    return {name: answer[name][:number] for name in ("tokens", "logprobs")}
 
 
 def cached(answers: list[dict]) -> list[int]:
@@ -164,6 +174,12 @@ class GroupScenarios(Served):
 
     GROUPS: ClassVar[range]
     """Numbers of the model's KV groups."""
+    PREFIXES: ClassVar = ((1100, 1024), (1000, 768), (700, 512), (300, 256))
+    """Lengths to which a prompt is cut, one after the other, and their hits."""
+    RESUMED: ClassVar = 768
+    """Hit of a request that is preempted at 775 tokens, 25 of which it has sampled."""
+    ROUNDS_ALIKE: ClassVar = True
+    """Whether this engine, without any cache, samples on alike when it computes as a prompt what it had sampled."""
     STARVING: ClassVar[tuple[int, int]]
     """Length of prompts of which five start, and cannot all go on, in the blocks that there are; and their hit."""
 
@@ -205,16 +221,21 @@ class GroupScenarios(Served):
         assert all_same(expected, warm)
 
     def test_sessions_that_take_turns_find_what_they_left(self, stand: Stand) -> None:
-        # five of them, each turn 247 tokens and the answer longer than the last; the eighth sampled token is not
-        # computed, so a turn of 250 tokens leaves 257 behind, and one of 505 leaves 512
-        sessions = [prompt(210 + i, 250) for i in range(5)]
-        for turn, hit in enumerate([0, 256, 512, 512]):
-            for number, ids in enumerate(sessions):
-                [expected] = right(stand.engine, ids)
-                [answer] = store(stand, ids)
+        # each turn is the last one, its answer of 8 tokens and 122 more: 260, 390, 520 and 650 tokens
+        sessions = [[prompt(210 + i, 260)] for i in range(5)]
+        answers: list[list[dict]] = [[] for _ in sessions]
+        for turn, hit in enumerate((0, 256, 256, 512)):
+            for number, prompts in enumerate(sessions):
+                [answer] = store(stand, prompts[turn])
                 assert answer["cached"] == hit, (turn, number)
-                assert same_answer(expected, answer), (turn, number)
-                ids += [*answer["tokens"], *prompt(220 + 10 * turn + number, 247)]
+                answers[number].append(answer)
+                prompts.append([*prompts[turn], *answer["tokens"], *prompt(220 + 10 * turn + number, 122)])
+        for prompts, given in zip(sessions, answers, strict=True):
+            assert all_same(self.right_turns(stand.engine, prompts[:4]), given)
+
+    def right_turns(self, engine: EngineProcess, prompts: list[list[int]]) -> list[dict]:
+        """What a session's turns are answered without the cache."""
+        return right(engine, *prompts)
 
     # ------------------------------------------------------------------------------------- what the engine goes through
 
@@ -229,7 +250,7 @@ class GroupScenarios(Served):
             [cold] = store(stand, ids)
             assert server.settle()["gauges"]["nodes"] - before == 4
             # cut short, so that the hit is not the one at the end
-            for length, hit in ((1100, 1024), (1000, 768), (700, 512), (300, 256)):
+            for length, hit in self.PREFIXES:
                 [warm] = stand.engine.generate(ids[:length])
                 forget(stand.engine)
                 assert warm["cached"] == hit
@@ -243,25 +264,31 @@ class GroupScenarios(Served):
         prompts = [prompt(230 + i, length) for i in range(5)]
         expected = right(stand.engine, *prompts, max_tokens=20)
         for hits in ([0] * 5, [hit] * 5):
-            stand.engine.run(COUNT_PREEMPTIONS)
+            stand.engine.run(WATCH_PREEMPTIONS, prompts=prompts)
             answers = store(stand, *prompts, max_tokens=20)
-            assert stand.engine.run(PREEMPTIONS) > 0
+            preempted = dict(stand.engine.run(PREEMPTED))
+            assert preempted
             assert cached(answers) == hits
-            assert all_same(expected, answers)
+            for number, (one, other) in enumerate(zip(expected, answers, strict=True)):
+                comparable = 20 if self.ROUNDS_ALIKE else preempted.get(number, 20)
+                assert same_answer(first_tokens(one, comparable), first_tokens(other, comparable)), number
 
     def test_a_preempted_request_resumes_with_its_prompt_and_what_it_had_generated(
         self, stand: Stand, server: ServerProcess
     ) -> None:
         engine, ids = stand.engine, prompt(240, 750)
-        [expected] = right(engine, ids, max_tokens=40)
         before = server.settle()["counters"]["tokens_hit"]
         engine.call("add", name="resumed", ids=ids, max_tokens=40)
         engine.run("while next(iter(scheduler.requests.values())).num_tokens < 775: driver.step()")
         assert engine.run("result = scheduler.reset_prefix_cache(reset_running_requests=True)")
         answer = engine.call("finish")["resumed"]
-        # three chunks, the last of which only sampled tokens have made whole
-        assert server.settle()["counters"]["tokens_hit"] - before == 768
-        assert same_answer(expected, answer)
+        # the third chunk was made whole by sampled tokens
+        assert server.settle()["counters"]["tokens_hit"] - before == self.RESUMED
+        [expected] = right(engine, ids, max_tokens=25)
+        assert same_answer(expected, first_tokens(answer, 25))
+        ids += answer["tokens"][:25]
+        [expected] = self.right_turns(engine, [ids[: self.RESUMED + 1], ids])[1:]
+        assert same_answer(first_tokens(expected, 8), {name: answer[name][25:33] for name in ("tokens", "logprobs")})
 
     def test_a_load_that_fails_half_way_is_recomputed(self, stand: Stand) -> None:
         engine, ids = stand.engine, prompt(241, 700)
