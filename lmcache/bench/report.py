@@ -17,6 +17,7 @@ TITLES = {
     3: "engine step with the connector idle",
     4: "request with a full external hit",
     5: "start",
+    6: "eviction policies: what a call costs with many chunks cached, against a thousand",
 }
 
 

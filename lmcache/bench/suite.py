@@ -3,6 +3,7 @@
 from lmcache.bench.copying import measure_copying
 from lmcache.bench.figures import Figure, Step
 from lmcache.bench.lookups import measure_lookups
+from lmcache.bench.policies import measure_policies
 from lmcache.bench.shapes import page_shapes
 from lmcache.bench.startup import measure_startup
 
@@ -10,13 +11,14 @@ MIB = 1 << 20
 
 
 def measure(quick: bool, step: Step) -> list[Figure]:
-    """Rows 1, 2 and 5, which need no engine. Half a minute to a minute; `quick` takes a few seconds."""
+    """Rows 1, 2, 5 and 6, which need no engine. Two to three minutes; `quick` takes a few seconds."""
     figures: list[Figure] = []
     for shape in page_shapes():
         # a full prompt is several times what a CPU caches
         figures += measure_copying(shape, 1 if quick else 15, 32 * MIB if quick else 128 * MIB, step)
     figures += measure_lookups(2 if quick else 16, 512, 20 if quick else 1000, step)
     figures += measure_startup(1 if quick else 5, step)
+    figures += measure_policies(10_000 if quick else 1_000_000, 3 if quick else 40, step)
     return figures
 
 

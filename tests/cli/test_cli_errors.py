@@ -23,7 +23,10 @@ USAGE = [
     ),
     (
         ["frobnicate"],
-        "lmcache: there is no command 'frobnicate'; commands are server, ping, status, wait-idle, plugins, demo, bench",
+        (
+            "lmcache: there is no command 'frobnicate'; commands are server, ping, status, wait-idle, plugins, demo, "
+            "geometry, simulate, bench"
+        ),
     ),
     (
         ["server", "--chunksize", "256"],
@@ -132,8 +135,9 @@ USAGE = [
     (
         ["server", "--eviction-policy", "LRUU"],
         (
-            "lmcache: no plugin offers the eviction policy 'LRUU'; known: LRU; did you mean 'LRU'? use a known one, or "
-            "add the plugin that offers it with --plugin"
+            "lmcache: no plugin offers the eviction policy 'LRUU'; known: ARC, FIFO, GDSF, LFU, LRU, S3-FIFO, SIEVE, "
+            "SLRU, W-TinyLFU, prefix-aware; did you mean 'LRU'? use a known one, or add "
+            "the plugin that offers it with --plugin"
         ),
     ),
     (

@@ -61,7 +61,7 @@ def test_a_fresh_interpreter_finds_the_policy(way):
     path, flags = way
     script = (
         "import sys; from lmcache.plugins.manager import PluginManager; "
-        "print(PluginManager(sys.argv[2::2]).find_policy('FIFO').__qualname__)"
+        "print(PluginManager(sys.argv[2::2]).find_policy('MY-FIFO').__qualname__)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, *flags], env=environment(path), capture_output=True, text=True, check=True
@@ -75,7 +75,7 @@ def test_the_plugins_command_shows_where_it_comes_from(site):
     )
     assert (
         "fifo (entry point lmcache-fifo-policy 1.0.0)\n"
-        "    eviction policies: fifo\n"
+        "    eviction policies: my-fifo\n"
         "    hooks: lmcache_register_eviction_policies\n"
     ) in done.stdout
 
@@ -148,7 +148,7 @@ def evicted(address):
 
 def test_a_server_evicts_what_was_stored_first_although_it_was_just_used(way):
     path, flags = way
-    with server(path, *flags, "--eviction-policy", "fifo") as address:
+    with server(path, *flags, "--eviction-policy", "my-fifo") as address:
         assert evicted(address) == ["a"]
 
 
@@ -158,10 +158,11 @@ def test_the_same_prompts_under_lru_show_that_the_policy_is_what_decides():
 
 
 def test_without_its_plugin_the_policy_is_unknown_in_one_line():
-    command = [sys.executable, "-m", "lmcache", "server", "--eviction-policy", "fifo"]
+    command = [sys.executable, "-m", "lmcache", "server", "--eviction-policy", "my-fifo"]
     done = subprocess.run(command, env=environment(""), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == (
-        "lmcache: no plugin offers the eviction policy 'fifo'; known: LRU; "
+        "lmcache: no plugin offers the eviction policy 'my-fifo'; known: ARC, FIFO, GDSF, LFU, LRU, S3-FIFO, SIEVE, "
+        "SLRU, W-TinyLFU, prefix-aware; did you mean 'FIFO'? "
         "use a known one, or add the plugin that offers it with --plugin\n"
     )

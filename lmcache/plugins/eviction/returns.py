@@ -22,7 +22,7 @@ PRIOR, PRIOR_LIVES = 0.1, 20 / SAMPLE
 """Before anything was seen: one in ten comes back in every bin, as if so many lives had shown it. So what is younger is
 worth more, as in LRU."""
 
-REFRESH = 64
+REFRESH = 256
 """Observations between two looks at what one kind is worth."""
 
 
@@ -58,7 +58,7 @@ class Returns:
         self._entered = [[0.0] * BINS for _ in range(kinds)]
         self._returned = [[0.0] * BINS for _ in range(kinds)]
         self._watched: list[deque[tuple[Life, int]]] = [deque() for _ in range(BINS)]
-        self._lives = self._seen = 0
+        self._lives = self._seen = self._due = 0
         for kind in range(kinds):
             self._appraise(kind)
 
@@ -83,6 +83,9 @@ class Returns:
 
     def advance(self) -> None:
         """Let lives that are old enough enter their next bin."""
+        if self.now < self._due:
+            return
+        self._due = self.now + EDGES[1]
         for number, watched in enumerate(self._watched):
             old = self.now - EDGES[number + 1]
             while watched and watched[0][1] <= old:
@@ -104,18 +107,27 @@ class Returns:
 
     def _appraise(self, kind: int) -> None:
         """Compute `worth` of one kind anew."""
-        chances = [
-            (back + PRIOR * PRIOR_LIVES) / max(entered + PRIOR_LIVES, back + 1)
-            for entered, back in zip(self._entered[kind], self._returned[kind], strict=True)
-        ]
-        for first in range(BINS):
-            left, hits, time, best = 1.0, 0.0, 0.0, 0.0
-            width = _WIDTHS[first] / 2  # on average, half of the bin it is in lies before it
-            for number in range(first, BINS):
-                chance = chances[number]
-                hits += left * chance
-                time += left * (1 - chance / 2) * width
-                best = max(best, hits / time)
-                left *= 1 - chance
-                width = _WIDTHS[min(number + 1, BINS - 1)]
-            self.worth[kind][first] = best
+        # of 1 life that begins: where it stands at the beginning of every bin, in time spent and hits had
+        time, hits, left = [0.0], [0.0], 1.0
+        for entered, back, width in zip(self._entered[kind], self._returned[kind], _WIDTHS, strict=True):
+            chance = (back + PRIOR * PRIOR_LIVES) / max(entered + PRIOR_LIVES, back + 1)
+            hits.append(hits[-1] + left * chance)
+            time.append(time[-1] + left * (1 - chance / 2) * width)
+            left *= 1 - chance
+        # the best time to stop, seen from each bin, is a corner of the concave hull of what comes after it
+        hull: list[int] = []
+        for number in range(BINS - 1, -1, -1):
+            end = number + 1
+            while len(hull) > 1 and _slope(time, hits, end, hull[-1]) <= _slope(time, hits, hull[-1], hull[-2]):
+                hull.pop()
+            hull.append(end)
+            # on average, half of the bin that it is in lies behind a chunk
+            start = (time[number] + time[end]) / 2
+            self.worth[kind][number] = max(
+                (hits[stop] - hits[number]) / max(time[stop] - start, 1e-9) for stop in reversed(hull)
+            )
+
+
+def _slope(time: list[float], hits: list[float], start: int, stop: int) -> float:
+    """Hits for time between the beginnings of two bins."""
+    return (hits[stop] - hits[start]) / max(time[stop] - time[start], 1e-9)

@@ -10,7 +10,7 @@ from lmcache.plugins.eviction.queue import NodeQueue
 class FIFO(EvictionPolicy):
     """Evicts the chunk that was stored first, however often it was used since."""
 
-    name = "fifo"
+    name = "my-fifo"
 
     def __init__(self) -> None:
         self._by_arrival = NodeQueue()
@@ -33,5 +33,5 @@ class FIFO(EvictionPolicy):
 
 @hookimpl
 def lmcache_register_eviction_policies() -> list[type[EvictionPolicy]]:
-    """Offer the policy to `lmcache server --eviction-policy fifo`."""
+    """Offer the policy to `lmcache server --eviction-policy my-fifo`."""
     return [FIFO]
