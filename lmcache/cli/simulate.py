@@ -80,21 +80,22 @@ def simulate(
     hash_ids. The policies are those that the server would run, in the server's own cache; each trace is replayed by
     itself.
     """
-    from lmcache.simulator.capacity import DEFAULT, fit_capacities, parse_capacity
+    from lmcache.simulator.capacity import fit_capacities, parse_capacity, usual_capacities
     from lmcache.simulator.compare import compare
     from lmcache.simulator.plot import check_plot, plot
     from lmcache.simulator.reading import read_trace
     from lmcache.simulator.report import as_dict, as_text
 
     makers = _makers(policies, plugin_names)
-    wishes = [parse_capacity(text) for text in dict.fromkeys(capacities or DEFAULT)]
+    asked = [parse_capacity(text) for text in dict.fromkeys(capacities)]
     if plot_file:
         check_plot(plot_file)
     loaded = [read_trace(path, chunk_size, bytes_per_token or 0) for path in dict.fromkeys(traces)]
-    for trace in loaded:
+    wished = [asked or usual_capacities(trace) for trace in loaded]
+    for trace, wishes in zip(loaded, wished, strict=True):
         fit_capacities(wishes, trace)  # whatever is wrong with any of them shall not come up after minutes
     found = []
-    for trace in loaded:
+    for trace, wishes in zip(loaded, wished, strict=True):
         with _progress(trace, len(wishes) * (len(makers) + 1)) as step:
             found.append(compare(trace, wishes, makers, batches=eviction == "watermark", progress=step))
         if not as_json:

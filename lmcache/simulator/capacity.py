@@ -1,5 +1,6 @@
 """Sizes of L1 as users write them: a share of what the trace stores, bytes, or chunks."""
 
+import contextlib
 import enum
 import math
 import re
@@ -65,6 +66,17 @@ def parse_capacity(text: str) -> Wish:
         f"--capacity {text!r} is no size",
         remedy="write a share of all distinct chunks like 2%, bytes like 8GB, or a number of chunks like 5000",
     )
+
+
+def usual_capacities(trace: Trace) -> list[Wish]:
+    """What is replayed where nobody has asked for anything: those shares that a server could run with."""
+    wishes = [parse_capacity(text) for text in DEFAULT]
+    fitting = []
+    for wish in wishes:
+        with contextlib.suppress(ConfigError):
+            fit_capacities([wish], trace)
+            fitting.append(wish)
+    return fitting or wishes
 
 
 def fit_capacities(wishes: Sequence[Wish], trace: Trace) -> list[Capacity]:
