@@ -87,7 +87,7 @@ class EvictionPolicy(abc.ABC):
         """`node` left the cache, by eviction or otherwise. Called once per node, in any order of chains.
 
         Nothing may refer to it afterwards, not even in a cycle: the server runs with the cyclic garbage collector off.
-        What came and went may be remembered by `node.key`, for no more chunks than are cached or L1 has cells.
+        What came and went may be remembered by `node.key`, within bounds that do not grow with time.
         """
 
     @abc.abstractmethod

@@ -82,6 +82,10 @@ class _WatchedNode(FakeNode):
         return id(self)
 
 
+class _WatchedKey:
+    """A key whose end is seen."""
+
+
 N = TypeVar("N", bound=FakeNode)
 
 
@@ -105,6 +109,8 @@ class _Driver:
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
         self.known: dict[FakeNode, None] = {}
+        self.gone: list[Hashable] = []
+        """Keys of chunks that left, which may come again."""
 
     def store(self, nodes: Sequence[FakeNode]) -> None:
         """A request stores a chain, given from its root on."""
@@ -126,6 +132,7 @@ class _Driver:
         """A node leaves the cache."""
         self.policy.remove(node)
         del self.known[node]
+        self.gone.append(node.key)
 
     def evict_leaf(self) -> None:
         """The cache makes room: it takes the first victim that no known node hangs below."""
@@ -199,6 +206,19 @@ class _PolicyMachine(RuleBasedStateMachine):
     def store_below(self, number: int, length: int) -> None:
         parent = self._pick(number)
         self.driver.store(make_chain(length, parent, tenant=parent.tenant))
+
+    @precondition(lambda self: self.driver.gone)
+    @rule(number=st.integers(0, 99), length=st.integers(1, 4))
+    def store_again(self, number: int, length: int) -> None:
+        keys = [self.driver.gone.pop(number % len(self.driver.gone)) for _ in range(min(length, len(self.driver.gone)))]
+        nodes: list[FakeNode] = []
+        for key in keys:
+            nodes.append(FakeNode(nodes[-1] if nodes else None, key=key))
+        self.driver.store(nodes)
+
+    @rule(cells=st.sampled_from([1, 10, 1000]))
+    def grow(self, cells: int) -> None:
+        self.driver.policy.resize(cells)
 
     @precondition(lambda self: self._any)
     @rule(number=st.integers(0, 99))
@@ -328,6 +348,44 @@ class EvictionPolicySuite(abc.ABC):
             gc.collect()
             cycles = kept - sum(end() is not None for end in ends)
         assert not kept, f"{kept} of {len(ends)} removed nodes are still referred to, {cycles} of them in cycles"
+
+    def test_hearing_how_much_l1_holds_loses_no_node(self) -> None:
+        policy = self.make_policy()
+        policy.resize(10)
+        driver = _Driver(policy)
+        for cells in (20, 20, 2_000):
+            driver.store(make_chain(5))
+            policy.resize(cells)
+            driver.check()
+
+    def test_a_chunk_that_comes_again_is_a_node_of_its_own(self) -> None:
+        driver = _Driver(self.make_policy())
+        for _ in range(4):
+            driver.store([FakeNode(key="once"), FakeNode(key="again")])
+            driver.use(next(iter(driver.known)))
+            driver.check()
+            driver.evict_leaf()
+            driver.check()
+            for node in list(driver.known):
+                driver.remove(node)
+        driver.check()
+
+    def test_what_it_remembers_of_removed_nodes_does_not_grow_for_ever(self) -> None:
+        policy = self.make_policy()
+        policy.resize(100)
+        driver = _Driver(policy)
+        keys: list[weakref.ref[_WatchedKey]] = []
+        with _collector_off():
+            for _ in range(12_000):
+                key = _WatchedKey()
+                keys.append(weakref.ref(key))
+                driver.store([FakeNode(key=key)])
+                del key
+                if len(driver.known) > 100:
+                    driver.remove(*driver.victims(1))
+                driver.gone.clear()
+            kept = sum(key() is not None for key in keys)
+        assert kept <= 6_000, f"{kept} of 12,000 chunks are remembered, though only {len(driver.known)} are cached"
 
     def test_two_policies_share_nothing(self) -> None:
         one, other = _Driver(self.make_policy()), _Driver(self.make_policy())

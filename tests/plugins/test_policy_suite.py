@@ -136,6 +136,36 @@ class RemembersGhosts(Ordered):
         self.ghosts.add(node)
 
 
+class BeginsAnewWhenItHearsTheSize(Ordered):
+    def resize(self, cells):
+        self.order.clear()
+
+
+class TakesAChunkForItsFormerLife(Ordered):
+    def __init__(self):
+        super().__init__()
+        self.nodes = {}
+
+    def insert(self, node):
+        super().insert(self.nodes.setdefault(node.key, node))
+
+    def touch(self, nodes):
+        pass
+
+    def remove(self, node):
+        self.order.pop(node, None)
+
+
+class RemembersEveryKey(Ordered):
+    def __init__(self):
+        super().__init__()
+        self.keys = []
+
+    def remove(self, node):
+        super().remove(node)
+        self.keys.append(node.key)
+
+
 class LeavesACycle(Ordered):
     def insert(self, node):
         super().insert(node)
@@ -221,6 +251,21 @@ WRONG = [
         RemembersGhosts,
         "test_nothing_keeps_a_removed_node_alive",
         "6 of 6 removed nodes are still referred to, 0 of them",
+    ),
+    (
+        BeginsAnewWhenItHearsTheSize,
+        "test_hearing_how_much_l1_holds_loses_no_node",
+        "does not yield 5 of the 5 nodes",
+    ),
+    (
+        TakesAChunkForItsFormerLife,
+        "test_a_chunk_that_comes_again_is_a_node_of_its_own",
+        "2 nodes that were removed or never inserted",
+    ),
+    (
+        RemembersEveryKey,
+        "test_what_it_remembers_of_removed_nodes_does_not_grow_for_ever",
+        "12000 of 12,000 chunks are remembered, though only 100 are cached",
     ),
     (LeavesACycle, "test_nothing_keeps_a_removed_node_alive", "6 of 6 removed nodes are still referred to, 6 of them"),
     (SharesItsOrder, "test_two_policies_share_nothing", "1 nodes that were removed or never inserted"),

@@ -13,7 +13,8 @@ class SIEVE(EvictionPolicy):
     2024). `mark` says whether a node was used since the hand passed it.
 
     The paper's one list is two queues here, of which the hand is the border: what it has yet to pass, new nodes last,
-    and what it has passed. They swap when it has passed all. Counts nodes, not cells.
+    and what it has passed. They swap when it has passed all. What it was offered and may not take lies behind it then.
+    Counts nodes, not cells.
     """
 
     name = "SIEVE"
@@ -46,9 +47,10 @@ class SIEVE(EvictionPolicy):
         if self._ahead.coldest is None:
             self._ahead, self._passed = self._passed, self._ahead
         yield from self._unused(self._ahead)
-        # one search has gone through all that was ahead: go on from the beginning
+        # the hand has gone through all that was ahead, and goes on from the beginning
+        self._ahead, self._passed = self._passed, self._ahead
         spared = []
-        for node in self._passed:
+        for node in self._ahead:
             if node.policy_state.mark:
                 spared.append(node)
             else:

@@ -26,8 +26,9 @@ class WTinyLFU(EvictionPolicy):
     Transactions on Storage 13(4), 2017).
 
     A small LRU window takes new nodes; what falls out of it contends with the next victim of a segmented LRU, and the
-    less frequent of the two goes. The paper refuses the loser; a policy here cannot, and names it first instead. Until
-    room is needed, contenders wait. `mark` is the queue that a node is in. Counts nodes, not cells.
+    less frequent of the two goes. The paper refuses the loser; a policy here cannot, and names it first instead: until
+    room is needed, contenders wait. Before the cache was full for the first time, nobody has to contend. `mark` is the
+    queue that a node is in. Counts nodes, not cells.
     """
 
     name = "W-TinyLFU"
@@ -36,6 +37,7 @@ class WTinyLFU(EvictionPolicy):
         self._window, self._contenders = NodeQueue(), NodeQueue()
         self._window_nodes = self._waiting_nodes = 0
         self._main = Segments()
+        self._full = False
         self._arrivals = Arrivals()
         self._sketch = FrequencySketch(KEYS)
 
@@ -65,11 +67,7 @@ class WTinyLFU(EvictionPolicy):
                     self._main.protect((node,))
                     continue
             home.move_to_warm_end((node,))
-        while self._window_nodes > max(1, WINDOW_SHARE * self._nodes) and (coldest := self._window.coldest):
-            self._contenders.move_to_warm_end((coldest,))
-            coldest.policy_state.mark = self._contenders
-            self._window_nodes -= 1
-            self._waiting_nodes += 1
+        self._bound_window(max(1, WINDOW_SHARE * self._nodes))
 
     def remove(self, node: ChunkNode) -> None:
         """Forget a node."""
@@ -86,6 +84,9 @@ class WTinyLFU(EvictionPolicy):
 
     def victims(self) -> Iterator[ChunkNode]:
         """Losers of the contest, then the main part, then the window."""
+        self._full = True
+        # whoever needs room brings one node at least, which pushes another out of the window
+        self._bound_window(max(1, WINDOW_SHARE * self._nodes) - 1)
         contenders, main = iter(self._contenders), chain(self._main.probation, self._main.protected)
         contender, victim = next(contenders, None), next(main, None)
         late: list[ChunkNode] = []
@@ -103,6 +104,17 @@ class WTinyLFU(EvictionPolicy):
         yield from self._rest(victim, main)
         yield from late
         yield from self._window
+
+    def _bound_window(self, most: float) -> None:
+        """Let nodes fall out of the window until it has at most so many."""
+        while self._window_nodes > most and (node := self._window.coldest):
+            self._window_nodes -= 1
+            if self._full:
+                self._contenders.move_to_warm_end((node,))
+                node.policy_state.mark = self._contenders
+                self._waiting_nodes += 1
+            else:
+                self._main.adopt(node)
 
     def _count(self, node: ChunkNode) -> None:
         self._sketch.add(node.key, PERIOD * max(KEYS // PERIOD, self._nodes))
