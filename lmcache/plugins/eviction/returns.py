@@ -13,7 +13,7 @@ BINS = len(EDGES) - 1
 _WIDTHS = [after - before for before, after in pairwise(EDGES)]
 
 SAMPLE = 4
-"""One life in so many is watched."""
+"""One life in so many is watched, on average; a power of two."""
 
 MEMORY = 5000
 """Lives that a bin knows at most, before it forgets half: so the model follows the traffic."""
@@ -58,15 +58,16 @@ class Returns:
         self._entered = [[0.0] * BINS for _ in range(kinds)]
         self._returned = [[0.0] * BINS for _ in range(kinds)]
         self._watched: list[deque[tuple[Life, int]]] = [deque() for _ in range(BINS)]
-        self._lives = self._seen = self._due = 0
+        self._draw = self._seen = self._due = 0
         for kind in range(kinds):
             self._appraise(kind)
 
     def begin(self, life: Life) -> None:
         """`life.kind` was used now."""
         life.since = self.now
-        self._lives += 1
-        life.watched = not self._lives % SAMPLE
+        # a fixed step would meet prompts of a fixed length always at the same chunk; the same draws in every run
+        self._draw = (self._draw * 0x5851F42D4C957F2D + 1) & 0xFFFFFFFFFFFFFFFF
+        life.watched = not self._draw >> 32 & SAMPLE - 1
         if life.watched:
             self._watched[0].append((life, life.since))
             self._enter(life.kind, 0)
