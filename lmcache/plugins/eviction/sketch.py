@@ -43,6 +43,7 @@ class FrequencySketch:
         return min(row[place] for row, place in zip(self._rows, self._places(key), strict=True))
 
     def _places(self, key: Hashable) -> list[int]:
-        number = hash(key)
+        # the cache's keys end in a chain hash; what Python makes of bytes differs from process to process
+        number = int.from_bytes(key[-8:], "little") if isinstance(key, bytes) else hash(key)
         number ^= number >> 32
         return [(number * mix & _WORD) >> self._shift for mix in _MIX]

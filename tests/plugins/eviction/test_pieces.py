@@ -168,3 +168,8 @@ def test_a_node_that_goes_before_its_store_ends_is_forgotten():
     arrivals.remove(second)
     assert arrivals.settle([first]) == [first]
     assert arrivals._new == {}
+
+
+def test_a_sketch_counts_the_keys_of_the_cache_alike_in_every_process():
+    sketch = FrequencySketch(64)
+    assert sketch._places(b"namespace" + bytes(range(16))) == [57, 44, 37, 45]
