@@ -1,8 +1,9 @@
 """Where the pages of one object lie in the arena's cells: the map that store and load both follow.
 
 An object is one chunk of one KV group on one shard. Its pages are laid out layer by layer, block after block within a
-layer, packed into cells of a fixed size so that no page straddles a cell; a page larger than a cell is cut into pieces
-of whole cells and a rest. Server and engines compute the same layout from the same geometry, so it never travels.
+layer, packed into cells of a fixed size. A small page never straddles two cells, so that it is one piece. A large one
+is cut where a cell ends: state snapshots of a little more than a cell, or than half of one, would otherwise leave half
+of the memory unused. Server and engines compute the same layout from the same geometry, so it never travels.
 """
 
 import attrs
@@ -10,17 +11,20 @@ import attrs
 from lmcache.geometry.chunking import kept_blocks
 from lmcache.geometry.groups import KVGroup
 
+SMALL = 8
+"""A page of up to an eighth of a cell is small: more than seven eighths of every cell but an object's last are used."""
+
 
 @attrs.frozen
 class Piece:
-    """A page, or the part of one that fits a cell."""
+    """A page, or the part of one that lies in one cell."""
 
     layer: int
     """Position in `KVGroup.page_bytes`."""
     block: int
     """Position among the blocks that the chunk keeps: 0 is the earliest."""
     page_offset: int
-    """Bytes into the page; 0 unless the page is larger than a cell."""
+    """Bytes into the page; 0 unless the page is cut."""
     cell: int
     """Position in the object's list of cells."""
     cell_offset: int
@@ -55,13 +59,18 @@ def object_layout(group: KVGroup, chunk_size: int, cell_bytes: int) -> ObjectLay
     cell, used = 0, 0
     for layer, page in enumerate(group.page_bytes):
         for block in range(blocks):
-            for offset in range(0, page, cell_bytes):
-                length = min(cell_bytes, page - offset)
-                if used + length > cell_bytes:
+            offset = 0
+            while offset < page:
+                if used == cell_bytes or (_small(page, cell_bytes) and used + page > cell_bytes):
                     cell, used = cell + 1, 0
+                length = min(cell_bytes - used, page - offset)
                 pieces.append(Piece(layer, block, offset, cell, used, length))
-                used += length
+                used, offset = used + length, offset + length
     return ObjectLayout(blocks, cell + 1 if pieces else 0, tuple(pieces))
+
+
+def _small(page: int, cell_bytes: int) -> bool:
+    return page <= cell_bytes // SMALL
 
 
 def object_cells(group: KVGroup, chunk_size: int, cell_bytes: int) -> int:
@@ -72,10 +81,10 @@ def object_cells(group: KVGroup, chunk_size: int, cell_bytes: int) -> int:
     blocks = kept_blocks(group, chunk_size)
     cells, free = 0, 0
     for page in group.page_bytes:
-        whole, rest = divmod(page, cell_bytes)
-        if whole:
-            cells += blocks * (whole + (rest > 0))
-            free = cell_bytes - rest if rest else 0
+        if not _small(page, cell_bytes):
+            lacking = max(blocks * page - free, 0)
+            more = -(-lacking // cell_bytes)
+            cells, free = cells + more, free + more * cell_bytes - blocks * page
             continue
         left = blocks - min(blocks, free // page)
         free -= (blocks - left) * page

@@ -22,35 +22,43 @@ def test_a_chunk_of_glm_5_3_takes_23_cells_of_one_mebibyte():
     assert collections.Counter(piece.cell for piece in layout.pieces) == {**dict.fromkeys(range(22), 14), 22: 4}
 
 
-def test_pages_lie_layer_by_layer_and_move_on_to_the_next_cell_rather_than_straddle():
-    assert object_layout(full(16, 40), 64, 100).pieces == (
-        Piece(layer=0, block=0, page_offset=0, cell=0, cell_offset=0, length=40),
-        Piece(layer=0, block=1, page_offset=0, cell=0, cell_offset=40, length=40),
-        Piece(layer=0, block=2, page_offset=0, cell=1, cell_offset=0, length=40),
-        Piece(layer=0, block=3, page_offset=0, cell=1, cell_offset=40, length=40),
+def test_small_pages_lie_layer_by_layer_and_move_on_to_the_next_cell_rather_than_straddle():
+    assert object_layout(full(16, 10), 160, 85).pieces == tuple(
+        Piece(layer=0, block=block, page_offset=0, cell=block // 8, cell_offset=block % 8 * 10, length=10)
+        for block in range(10)
     )
 
 
 def test_a_smaller_page_of_a_later_layer_fills_the_rest_of_a_cell():
-    layout = object_layout(full(16, 40, 20), 32, 100)
-    assert [(piece.layer, piece.block, piece.cell, piece.cell_offset) for piece in layout.pieces] == [
-        (0, 0, 0, 0),
-        (0, 1, 0, 40),
-        (1, 0, 0, 80),
-        (1, 1, 1, 0),
+    layout = object_layout(full(16, 10, 5), 9 * 16, 85)
+    assert [(piece.layer, piece.block, piece.cell, piece.cell_offset) for piece in layout.pieces[7:12]] == [
+        (0, 7, 0, 70),
+        (0, 8, 1, 0),
+        (1, 0, 1, 10),
+        (1, 1, 1, 15),
+        (1, 2, 1, 20),
     ]
     assert layout.cells == 2
 
 
-def test_a_page_larger_than_a_cell_is_cut_into_whole_cells_and_a_rest():
-    layout = object_layout(full(16, 250, 50), 16, 100)
+def test_large_pages_are_cut_where_a_cell_ends():
+    layout = object_layout(full(16, 60, 250, 12), 16, 100)
     assert layout.pieces == (
-        Piece(0, 0, page_offset=0, cell=0, cell_offset=0, length=100),
-        Piece(0, 0, page_offset=100, cell=1, cell_offset=0, length=100),
-        Piece(0, 0, page_offset=200, cell=2, cell_offset=0, length=50),
-        Piece(1, 0, page_offset=0, cell=2, cell_offset=50, length=50),
+        Piece(0, 0, page_offset=0, cell=0, cell_offset=0, length=60),
+        Piece(1, 0, page_offset=0, cell=0, cell_offset=60, length=40),
+        Piece(1, 0, page_offset=40, cell=1, cell_offset=0, length=100),
+        Piece(1, 0, page_offset=140, cell=2, cell_offset=0, length=100),
+        Piece(1, 0, page_offset=240, cell=3, cell_offset=0, length=10),
+        Piece(2, 0, page_offset=0, cell=3, cell_offset=10, length=12),
     )
-    assert layout.cells == 3
+    assert layout.cells == 4
+
+
+def test_states_of_qwen3_next_that_are_a_little_larger_than_a_cell_fill_their_cells():
+    # 12 layers a group; cut into whole cells and a rest, each would take two
+    assert object_cells(KVGroup(GroupKind.RECURRENT, 544, (1_097_728,) * 12), 544, MIB) == 13
+    # on two ranks each is a little larger than half a cell
+    assert object_cells(KVGroup(GroupKind.RECURRENT, 544, (548_864,) * 12), 544, MIB) == 7
 
 
 def test_a_page_of_exactly_one_cell_takes_one_cell():
@@ -84,6 +92,7 @@ def test_pieces_cover_every_page_once_in_order_without_overlap_within_as_few_cel
     group = full(4, *pages)
     layout = object_layout(group, 4 * blocks, cell_bytes)
     covered = collections.defaultdict(list)
+    used = collections.Counter()
     arena_end = 0
     for piece in layout.pieces:
         start = piece.cell * cell_bytes + piece.cell_offset
@@ -91,6 +100,8 @@ def test_pieces_cover_every_page_once_in_order_without_overlap_within_as_few_cel
         assert piece.cell_offset + piece.length <= cell_bytes
         arena_end = start + piece.length
         covered[piece.layer, piece.block] += range(piece.page_offset, piece.page_offset + piece.length)
-        assert pages[piece.layer] > cell_bytes or piece.length == pages[piece.layer]
+        used[piece.cell] += piece.length
+        assert pages[piece.layer] > cell_bytes // 8 or piece.length == pages[piece.layer]
     assert covered == {(layer, block): list(range(page)) for layer, page in enumerate(pages) for block in range(blocks)}
     assert layout.cells == -(-arena_end // cell_bytes) == object_cells(group, 4 * blocks, cell_bytes)
+    assert all(used[cell] * 8 > cell_bytes * 7 for cell in range(layout.cells - 1))
