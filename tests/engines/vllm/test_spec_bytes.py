@@ -69,7 +69,7 @@ CASES = {
         found={256: (128, {0: range(1)}), 257: (256, {0: range(2)}), 773: (768, {0: range(6)})},
     ),
     "glm_5_3_flash": Case(
-        {"blocks": 24, "longest": 3072, "budget": 1024, "retention": 1024},
+        {"blocks": 22, "longest": 3072, "budget": 1024, "retention": 1024},
         prompt=2060,
         steps=[1024, 2048, 2060],
         shards=10,
@@ -109,7 +109,7 @@ CASES = {
     ),
     # windows of 128 tokens in blocks of 64 and of 8, and one of 8 tokens in blocks of 4
     "deepseek_v4": Case(
-        {"blocks": 400, "longest": 1024, "budget": 256},
+        {"blocks": 220, "longest": 1024, "budget": 256},
         prompt=773,
         steps=[256, 512, 768, 773],
         shards=15,
@@ -125,9 +125,9 @@ CASES = {
     ),
     # windows and rings are rebuilt by vLLM, so only the compressed caches are restored
     "deepseek_v4_1": Case(
-        {"blocks": 300, "longest": 1024, "budget": 1024},
+        {"blocks": 170, "longest": 1024, "budget": 256},
         prompt=773,
-        steps=[773],
+        steps=[256, 512, 768, 773],
         shards=3,
         found={
             256: (0, {}),
@@ -245,7 +245,7 @@ def check(found: dict[str, Any], expected: tuple[int, Blocks], groups: int, what
         assert seen["wrong"] == [], f"{what}, rank {rank}"
         assert seen["restored"] == wanted, f"{what}, rank {rank}"
         # blocks are dealt at random, so a few may come to lie where they were
-        assert seen["stayed"] <= sum(map(len, wanted)) // 2, f"{what}, rank {rank}"
+        assert seen["stayed"] <= 1 + sum(map(len, wanted)) // 4, f"{what}, rank {rank}"
 
 
 @pytest.mark.parametrize("model", GEOMETRIES)
