@@ -23,7 +23,7 @@ from lmcache import __version__
 from lmcache.core.client import Client, Engine
 from lmcache.core.protocol import Role
 from lmcache.engines.vllm.checks import check_parallelism, check_version
-from lmcache.engines.vllm.describe import SpecGroup, logged_blocks, spec_groups
+from lmcache.engines.vllm.describe import SpecGroup, logged_blocks, snapshot_note, spec_groups
 from lmcache.engines.vllm.lora import watch_loads
 from lmcache.engines.vllm.offering import Offering
 from lmcache.engines.vllm.orders import StepOrders
@@ -84,6 +84,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
             log.info("lmcache: %s", note)
         scheduler_block_size, _ = resolve_kv_cache_block_sizes(self._kv_cache_config, self._vllm_config)
         log.info("%s, scheduler_block_size=%d", logged_blocks(self._groups), scheduler_block_size)
+        if note := snapshot_note(self._groups, self._kv_cache_config, scheduler_block_size):
+            log.info("lmcache: %s", note)
 
     @property
     def requires_kv_delivery(self) -> bool:

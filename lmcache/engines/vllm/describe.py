@@ -166,6 +166,21 @@ def spec_facts(groups: Sequence[SpecGroup]) -> dict[str, str]:
     return {f"kv.specs.{number}": group.specs for number, group in enumerate(groups) if group.layers}
 
 
+def snapshot_note(groups: Sequence[SpecGroup], kv_cache_config: Any, block_size: int) -> str:
+    """What the user should know about where vLLM keeps snapshots; empty where there are none, or many.
+
+    `block_size` is the scheduler's, in tokens.
+    """
+    interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
+    if interval != 0 or not any(group.handed_over for group in groups):
+        return ""
+    return (
+        "this model has recurrent layers, and vLLM keeps their states at the ends of prompts only, so prompts that "
+        "share no more than a beginning find nothing of it; to keep them at the ends of steps as well, start vLLM with "
+        f"--prefix-cache-retention-interval {block_size}"
+    )
+
+
 def logged_blocks(groups: Sequence[SpecGroup]) -> str:
     """The start of the line that people grep for: `group_tokens_per_block=[64, 0]`; 0 is a scratch group."""
     return f"group_tokens_per_block={[group.tokens_per_block for group in groups]}"

@@ -16,6 +16,7 @@ from lmcache.engines.vllm.describe import (
     logged_blocks,
     page_array,
     page_view,
+    snapshot_note,
     spec_facts,
     spec_groups,
 )
@@ -162,6 +163,19 @@ def test_snapshots_are_handed_over_or_found_by_their_place(mode: str, handed_ove
     )
     assert (snapshots.kind, snapshots.handed_over, snapshots.shards) == (GroupKind.RECURRENT, handed_over, 2)
     assert not window.handed_over
+
+
+@pytest.mark.parametrize(
+    ("mode", "interval", "said"), [("align", 0, True), ("align", 256, False), ("align", None, False), ("all", 0, False)]
+)
+def test_whoever_runs_recurrent_layers_is_told_where_states_are_kept(
+    mode: str, interval: int | None, said: bool
+) -> None:
+    cache = config((spec("MambaSpec", mamba_cache_mode=mode), ["l"]))
+    cache.prefix_cache_retention_interval = interval
+    note = snapshot_note(spec_groups(cache, 1, lmcache_classify_kv_spec), cache, 544)
+    assert note.endswith("start vLLM with --prefix-cache-retention-interval 544") == said
+    assert bool(note) == said
 
 
 def test_a_recurrent_state_that_every_rank_holds_is_stored_once() -> None:
