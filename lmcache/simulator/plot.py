@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, LMCacheError
 from lmcache.simulator.compare import OPT, Comparison
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Draw comparisons side by side. Raises OSError when the file cannot be written after all."""
+    """Draw comparisons side by side. Raises LMCacheError when the file cannot be written after all."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -42,7 +42,12 @@ def plot(comparisons: Sequence[Comparison], path: Path) -> None:
     FigureCanvasAgg(figure)
     for number, found in enumerate(comparisons):
         _draw(figure.add_subplot(1, len(comparisons), number + 1), found)
-    figure.savefig(path, dpi=150)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise LMCacheError(
+            f"--plot {path} cannot be written: {error.strerror}", remedy="make room on the disk"
+        ) from error
 
 
 def _draw(axes: "Axes", found: Comparison) -> None:

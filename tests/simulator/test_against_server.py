@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from core_stand import CELL, CHUNK, FACTS, GEOMETRY, SETTINGS, RunningServer
-from reference_stand import prompt, start
+from reference_stand import RunningServer as ServerProcess
+from reference_stand import StartServer, prompt, start
 
 from lmcache.core.client import Client, Engine
 from lmcache.core.link import Link
@@ -76,12 +77,31 @@ def simulate(*arguments: str) -> dict[str, object]:
     return trace
 
 
-@pytest.mark.parametrize(("name", "gigabytes"), [("llama", "0.006"), ("gemma", "0.004"), ("hybrid", "0.002")])
-def test_a_recording_replays_to_the_servers_own_counters(name, gigabytes, tmp_path) -> None:
-    """With the server's policy and size, whatever KV groups the engine has; sizes come from the recording."""
+@pytest.fixture
+def start_server() -> Iterator[StartServer]:
+    """Start `lmcache server ARGUMENTS`; it is killed if it still runs when the test has ended."""
+    servers: list[ServerProcess] = []
+
+    def starting(*arguments: str) -> ServerProcess:
+        servers.append(start(*arguments))
+        return servers[-1]
+
+    yield starting
+    for server in servers:
+        if server.process.poll() is None:
+            server.kill()
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "ranks"),
+    [("llama", "0.006", 1), ("llama", "0.006", 2), ("gemma", "0.004", 1), ("hybrid", "0.002", 1)],
+)
+def test_a_recording_replays_to_the_servers_own_counters(name, gigabytes, ranks, tmp_path, start_server) -> None:
+    """With the server's policy and size, whatever KV groups and ranks the engine has: the recording tells."""
     file = tmp_path / "recording.jsonl"
-    server = start("--record", str(file), "--chunk-size", "64", "--l1-size-gb", gigabytes, "--l1-cell-kb", "4")
-    with ReferenceEngine(GEOMETRIES[name], server=server.address, deadline=30.0, blocks=300) as engine:
+    server = start_server("--record", str(file), "--chunk-size", "64", "--l1-size-gb", gigabytes, "--l1-cell-kb", "4")
+    shape = GEOMETRIES[name]
+    with ReferenceEngine(shape, server=server.address, deadline=30.0, blocks=300, ranks=ranks) as engine:
         for turn in range(30):
             # two conversations that grow, and prompts that never come back
             which, length = (turn % 2, 200 + 25 * turn) if turn % 3 else (100 + turn, 500)
