@@ -8,7 +8,11 @@ from lmcache.plugins.eviction.queue import NodeQueue
 
 
 class LRU(EvictionPolicy):
-    """Evicts the chunk whose last use is longest ago; of a prompt's chunks, used together, those nearest to its end."""
+    """Evicts the chunk whose last use is longest ago; of a prompt's chunks, used together, those nearest to its end.
+
+    R. L. Mattson et al., Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2), 1970. Counts nodes,
+    not cells.
+    """
 
     name = "LRU"
 

@@ -49,6 +49,9 @@ class PrefixAware(EvictionPolicy):
     no order of recency says that. *Known*: only leaves can go, so trunks do not compete until their last branch is
     gone; a deep chunk costs more to compute again. Counts nodes, not cells.
 
+    The index is Gittins's (1979, see `returns.py`); learned from when objects return, as in LHD (N. Beckmann, H. Chen,
+    A. Cidon, LHD: improving cache hit rate by maximizing hit density, NSDI 2018).
+
     Leaves of one kind and one bin of age are in one queue, so a search compares queues, not nodes.
     """
 

@@ -47,9 +47,9 @@ def test_slru_evicts_what_was_used_once_before_what_was_used_again():
 
 
 def test_slru_puts_the_protected_chunk_used_longest_ago_on_probation_when_too_many_are_protected():
-    # two of three may be protected: the third use sends a back
-    cache = SmallCache(SLRU(), 3).ask("abcabcd")
-    assert (cache.hits, cache.evicted) == ("abc", "a")
+    # four of six may be protected: the fifth that is used sends a back, behind x and before f
+    cache = SmallCache(SLRU(), 6).ask("xabcdeabcdefg")
+    assert (cache.hits, cache.evicted) == ("abcde", "xa")
 
 
 def test_arc_learns_from_ghosts_which_list_to_take_from():
