@@ -118,6 +118,12 @@ def test_a_trace_without_requests_is_refused(refusal, text) -> None:
     )
 
 
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError) as error:
+        read_trace(tmp_path)
+    assert str(error.value) == f"{tmp_path} is a folder; name a trace in it, a file with a JSON object a line"
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError) as error:
         read_trace(tmp_path / "none")
