@@ -78,6 +78,8 @@ def read_trace(path: Path, chunk_size: int = CHUNK_TOKENS, bytes_per_token: int 
     `chunk_size` (tokens an id stands for) and `bytes_per_token` (0: unknown) are for public traces: a recording says
     both itself. Raises TraceError.
     """
+    if path.is_dir():
+        raise TraceError(f"{path} is a folder", remedy="name a trace in it, a file with a JSON object a line")
     reader = _Reader(path, chunk_size, bytes_per_token)
     for part in _parts(path):
         for number, line in enumerate(_lines(part), 1):
