@@ -11,20 +11,28 @@ from lmcache.errors import ServerUnavailable
 
 
 @contextlib.contextmanager
-def conversation(host: str, port: int) -> Iterator[tuple[Control, Welcome]]:
-    """Connect for the length of the block. Raises what `Control.hello` raises, with a remedy that fits the host."""
+def conversation(host: str, port: int, option: str = "--host and --port") -> Iterator[tuple[Control, Welcome]]:
+    """Connect for the length of the block. Raises what `Control.hello` raises, with a remedy that fits the host.
+
+    `option` is what the command calls the server's address.
+    """
     with Control(ServerAddress(host, port)) as control:
         try:
             welcome = control.hello()
         except ServerUnavailable as error:
             if _is_loopback(host):
-                raise
+                remedy = error.remedy.replace("--host and --port", option)
+                raise ServerUnavailable(str(error).removesuffix(f"; {error.remedy}"), remedy=remedy) from error
             # nothing that is started elsewhere would answer: every server listens on its own host's loopback only
             raise ServerUnavailable(
                 f"no lmcache server answers at {address_text(host, port)}: {error.__cause__ or 'no reply'}",
-                remedy="a server answers on its own host only: type the command there, without --host",
+                remedy=f"a server answers on its own host only: type the command there, {_there(option)}",
             ) from error
         yield control, welcome
+
+
+def _there(option: str) -> str:
+    return "without --host" if "--host" in option else f"with {option} 127.0.0.1"
 
 
 def _is_loopback(host: str) -> bool:

@@ -24,7 +24,11 @@ _TOKENS = WholeNumber("give a number of tokens, like 256")
     help="Ranks that the engine runs on.",
 )
 @click.option("--kv-dtype", default="auto", show_default=True, help="The engine's KV dtype: auto, bfloat16, fp8…")
-@click.option("--block-size", type=_TOKENS, default=0, help="Tokens per block. Default: what the engine takes.")
+@click.option(
+    "--block-size",
+    type=WholeNumber("give a number of tokens, like 64", low=1),
+    help="Tokens per block. Default: what the engine takes.",
+)
 @click.option("--chunk-size", "chunk_sizes", type=_TOKENS, multiple=True, help="Tokens per chunk. Repeatable.")
 @click.option("--prompt-tokens", "prompts", type=_TOKENS, multiple=True, help="Tokens of a prompt. Repeatable.")
 @click.option(
@@ -40,7 +44,7 @@ def geometry(
     server: str | None,
     tensor_parallel_size: int,
     kv_dtype: str,
-    block_size: int,
+    block_size: int | None,
     chunk_sizes: tuple[int, ...],
     prompts: tuple[int, ...],
     via: str,
@@ -56,11 +60,15 @@ def geometry(
 
     if (model is None) == (server is None):
         raise click.UsageError("give either a model or --server; for a model: its config.json or its folder")
+    if server is not None:
+        _refuse("tensor_parallel_size", "kv_dtype", "block_size", "via")
     if model is not None:
         from lmcache.engines.models.running import Running
 
         with _progress() if via != "table" else nullcontext():
-            subjects = [explain_model(model, Running(tensor_parallel_size, kv_dtype, block_size), via, DEFAULT_CELL)]
+            subjects = [
+                explain_model(model, Running(tensor_parallel_size, kv_dtype, block_size or 0), via, DEFAULT_CELL)
+            ]
     else:
         subjects = explain_server(server or "")
     if as_json:
@@ -70,6 +78,17 @@ def geometry(
         return
     for line in as_lines(subjects, chunk_sizes, prompts):
         click.echo(line)
+
+
+def _refuse(*names: str) -> None:
+    """Options about how a model would be run say nothing about an engine that runs."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(
+                f"{option} is for a model; leave it out with --server, whose engines have decided it"
+            )
 
 
 @contextmanager

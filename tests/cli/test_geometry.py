@@ -192,6 +192,7 @@ def test_an_unknown_architecture_is_refused_with_the_way_that_always_works(lmcac
         (("--tensor-parallel-size", "0"), "--tensor-parallel-size 0 is no number of ranks; 1 to 4096"),
         (("--tensor-parallel-size", "two"), "--tensor-parallel-size: 'two' is not a whole number; give a number of"),
         (("--block-size", "16"), "--block-size 16 is not a multiple of 64, which the model's attention kernels take;"),
+        (("--block-size", "0"), "--block-size: 0 is out of range; give a number of tokens, like 64"),
         (("--kv-dtype", "int3"), "--kv-dtype int3 is unknown; use auto, bfloat16, float16, float32, fp8,"),
         (("--prompt-tokens", "0"), "--prompt-tokens 0 is no length of a prompt; use 1 to"),
         (("--via", "magic"), "--via: 'magic' is not one of"),
@@ -285,3 +286,11 @@ def test_a_server_without_engines_and_no_server_are_said(lmcache, start_server) 
     gone = lmcache("geometry", "--server", address)
     assert gone.returncode == 1
     assert gone.stderr.startswith(f"lmcache: no lmcache server at {address}: ")
+    assert gone.stderr.endswith(f"; start one with `lmcache server --port {server.port}`, or give --server of one\n")
+
+
+def test_how_a_model_would_be_run_is_no_question_to_a_server(lmcache) -> None:
+    for option, value in (("--tensor-parallel-size", "8"), ("--kv-dtype", "fp8"), ("--block-size", "64")):
+        assert complaint(lmcache, "--server", "127.0.0.1:1", option, value) == (
+            f"{option} is for a model; leave it out with --server, whose engines have decided it"
+        )
