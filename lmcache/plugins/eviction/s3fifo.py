@@ -27,9 +27,10 @@ class Visits:
 class S3FIFO(EvictionPolicy):
     """S3-FIFO (J. Yang et al., FIFO queues are all you need for cache eviction, SOSP 2023).
 
-    New nodes enter the small queue S; there, two uses earn a place in the main queue M, where each use earns another
-    round. What leaves S unused is remembered in G, as many chunks as M has nodes: should it come again soon, it enters
-    M at once. Counts nodes, not cells.
+    New nodes enter the small queue S; there, a use earns a place in the main queue M (the paper's text: accessed more
+    than once, storing being the first time; its pseudo-code wants one more, and hits less here), where each use earns
+    another round. What leaves S unused is remembered in G, as many chunks as M may have nodes: should it come again, it
+    enters M at once. Counts nodes, not cells.
     """
 
     name = "S3-FIFO"
@@ -91,10 +92,10 @@ class S3FIFO(EvictionPolicy):
         yield from promoted  # after M had been gone through
 
     def _leaving_small(self, promoted: dict[ChunkNode, None]) -> Iterator[ChunkNode]:
-        """Nodes of S from the oldest on; those used twice move to M, and are told."""
+        """Nodes of S from the oldest on; those that were used move to M, and are told."""
         earned: list[ChunkNode] = []
         for node in self._small:
-            if node.policy_state.mark.uses > 1:
+            if node.policy_state.mark.uses:
                 earned.append(node)
                 continue
             # behind the place where this iteration is

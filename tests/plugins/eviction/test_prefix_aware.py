@@ -98,6 +98,16 @@ def test_a_chunk_that_comes_again_has_the_uses_of_its_former_life():
     assert second.policy_state.mark.uses == 3
 
 
+def test_it_learns_from_chunks_that_come_back_when_they_are_cached_no_more():
+    policy = PrefixAware()
+    for _ in range(400):
+        node = FakeNode(key="a")
+        store(policy, [node])
+        policy.remove(node)
+    watched = sum(map(sum, policy._returns._returned))
+    assert 70 < watched < 130  # a quarter of 399
+
+
 def test_it_remembers_three_chunks_for_each_that_is_cached_and_some_thousands_at_least():
     policy = PrefixAware()
     for number in range(FEWEST_GHOSTS + 100):
@@ -143,3 +153,4 @@ def test_of_two_kinds_the_one_that_returns_is_worth_more():
         returns.forget(lost)
         returns.advance()
     assert returns.worth[0][0] > 5 * returns.worth[1][0]
+    assert returns._entered[0][bin_of(EDGES[3])] == 0  # all had returned by then

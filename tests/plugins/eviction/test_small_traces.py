@@ -82,10 +82,13 @@ def test_sieve_begins_again_at_the_oldest_when_all_were_used():
     assert (cache.hits, cache.evicted) == ("ab", "ab")
 
 
-def test_s3_fifo_promotes_what_was_used_twice_and_what_it_remembers():
+def test_s3_fifo_promotes_what_was_used_and_what_it_remembers():
     # a leaves S for M; d comes back while it is remembered, and enters M; when S is empty M gives b, for a was used
     cache = SmallCache(S3FIFO(), 3).ask("aaabcdbeadg")
     assert (cache.hits, cache.evicted) == ("aaa", "bcdeb")
+    # e and g come back from G; a, whose one further use was spent on that round, goes the next time
+    cache.ask("ehgi")
+    assert (cache.hits, cache.evicted) == ("aaa", "bcdebgdha")
 
 
 def test_w_tinylfu_names_the_newcomer_first_unless_it_is_more_popular():
