@@ -377,16 +377,18 @@ class FullCacheScenarios(Served):
 class OwnCacheScenarios:
     """Of engines whose own prefix cache is on."""
 
-    def test_an_own_hit_shorter_than_ours_is_loaded_on_from(self, stand: Stand) -> None:
-        ids = prompt(250, 1400)
+    OWN_HIT: ClassVar[int]
+    """Of 1,000 tokens: what ends at the last block that leaves one to compute."""
+
+    @pytest.mark.parametrize("length", [700, 1200])
+    def test_an_own_hit_shorter_than_ours_is_loaded_on_from(self, stand: Stand, length: int) -> None:
+        # with 1,200 tokens, most of the window that ours ends with is the engine's own
+        ids = prompt(280 + length, 1400)
         [cold] = store(stand, ids)
-        stand.engine.generate(ids[:700])
+        stand.engine.generate(ids[:length])
         [warm] = stand.engine.generate(ids)
         assert warm["cached"] == 1280
         assert same_answer(cold, warm)
-
-    OWN_HIT: ClassVar[int]
-    """Of 1,000 tokens: what ends at the last block that leaves one to compute."""
 
     def test_an_own_hit_longer_than_ours_is_kept_and_nothing_is_loaded(
         self, stand: Stand, server: ServerProcess
