@@ -22,8 +22,9 @@ GHOSTS = 3
 
 FEWEST_GHOSTS = 4096
 
-DEEP = 256
-"""Chunks before it at which a chunk costs twice what it costs at a prompt's beginning: attention looks back at all."""
+DEEP = 2048
+"""Chunks before it at which a chunk counts twice, for attention looks back at all of them. Large models pay that much
+earlier, but deep chunks come back less often: with 256, a tenth of the conversations' chunks hits 1.4 points less."""
 
 
 @attrs.define(eq=False)
