@@ -29,8 +29,8 @@ class S3FIFO(EvictionPolicy):
 
     New nodes enter the small queue S; there, a use earns a place in the main queue M (the paper's text: accessed more
     than once, storing being the first time; its pseudo-code wants one more, and hits less here), where each use earns
-    another round. What leaves S unused is remembered in G, as many chunks as M may have nodes: should it come again, it
-    enters M at once. Counts nodes, not cells.
+    another round. What leaves S unused is remembered in G, as many chunks as there are nodes (the paper: as many as M
+    may have, a tenth fewer): should it come again, it enters M at once. Counts nodes, not cells.
     """
 
     name = "S3-FIFO"
@@ -73,7 +73,7 @@ class S3FIFO(EvictionPolicy):
         self._main_nodes -= not small
         if small:
             self._ghosts.add(node.key)
-        self._ghosts.trim(int((1 - SMALL_SHARE) * max(self._full, self._small_nodes + self._main_nodes)))
+        self._ghosts.trim(max(self._full, self._small_nodes + self._main_nodes))
 
     def victims(self) -> Iterator[ChunkNode]:
         """EVICT of the paper, as often as asked: from S while it has its share of the nodes, else from M."""
