@@ -1,6 +1,7 @@
 """How often keys came, roughly, in little memory: the frequency sketch of TinyLFU."""
 
 from collections.abc import Hashable
+from hashlib import blake2b
 
 MOST = 15
 """A counter ends here: beyond it, popular is popular."""
@@ -43,7 +44,7 @@ class FrequencySketch:
         return min(row[place] for row, place in zip(self._rows, self._places(key), strict=True))
 
     def _places(self, key: Hashable) -> list[int]:
-        # the cache's keys end in a chain hash; what Python makes of bytes differs from process to process
-        number = int.from_bytes(key[-8:], "little") if isinstance(key, bytes) else hash(key)
+        # what Python makes of bytes differs from process to process; and keys need not be random in any part
+        number = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") if isinstance(key, bytes) else hash(key)
         number ^= number >> 32
         return [(number * mix & _WORD) >> self._shift for mix in _MIX]

@@ -13,6 +13,9 @@ from lmcache.plugins.eviction.sketch import FrequencySketch
 WINDOW_SHARE = 0.01
 """Of all nodes, how many are in the window."""
 
+WAITING_SHARE = 0.1
+"""Of all nodes, how many may wait for their contest."""
+
 PERIOD = 10
 """Uses for each node that is cached, after which the sketch forgets half."""
 
@@ -87,6 +90,7 @@ class WTinyLFU(EvictionPolicy):
         self._full = True
         # whoever needs room brings one node at least, which pushes another out of the window
         self._bound_window(max(1, WINDOW_SHARE * self._nodes) - 1)
+        self._bound_contenders(max(1, WAITING_SHARE * self._nodes))
         contenders, main = iter(self._contenders), chain(self._main.probation, self._main.protected)
         contender, victim = next(contenders, None), next(main, None)
         late: list[ChunkNode] = []
@@ -115,6 +119,12 @@ class WTinyLFU(EvictionPolicy):
                 self._waiting_nodes += 1
             else:
                 self._main.adopt(node)
+
+    def _bound_contenders(self, most: float) -> None:
+        """Let those in that have lost and not gone: the cache evicts what hangs below a node before the node itself."""
+        while self._waiting_nodes > most and (node := self._contenders.coldest):
+            self._main.adopt(node)
+            self._waiting_nodes -= 1
 
     def _count(self, node: ChunkNode) -> None:
         self._sketch.add(node.key, PERIOD * max(KEYS // PERIOD, self._nodes))
