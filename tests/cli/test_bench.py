@@ -57,7 +57,7 @@ def test_the_report_has_every_row_that_needs_no_engine_and_the_machines_limits(
 
     assert errors == ""
     assert report["quick"] is True
-    assert {figure["row"] for figure in report["figures"]} == {0, 1, 2, 5}
+    assert {figure["row"] for figure in report["figures"]} == {0, 1, 2, 5, 6}
     assert [(f["what"], f["subject"]) for f in figures(report, 1)] == [
         (what, shape) for shape in SHAPES for what in ("store", "load")
     ]
@@ -71,7 +71,10 @@ def test_the_report_has_every_row_that_needs_no_engine_and_the_machines_limits(
 def test_whether_a_target_is_met_follows_from_its_figure(report: dict[str, Any]) -> None:
     asked = [figure for figure in report["figures"] if figure["target"]]
 
-    assert [(f["row"], f["target"]["limit"]) for f in asked] == [(1, 0.9)] * 8 + [(2, 1.0), (5, 0.5), (5, 60.0)]
+    policies = [(6, 4.0)] * len(figures(report, 6))
+    assert len(policies) == 20
+    rows = [(f["row"], f["target"]["limit"]) for f in asked]
+    assert rows == [(1, 0.9)] * 8 + [(2, 1.0), (5, 0.5), (5, 60.0), *policies]
     for figure in asked:
         met = (
             figure["value"] >= figure["target"]["limit"]

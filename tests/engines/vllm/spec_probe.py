@@ -204,7 +204,9 @@ def connector(extra: dict[str, Any] | None = None, groups: Any = None, **paralle
     transfer = KVTransferConfig(
         kv_connector="LMCacheMPConnector", kv_role="kv_both", kv_connector_extra_config=extra or {}
     )
-    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(**sizes | parallel))
+    config = SimpleNamespace(
+        kv_transfer_config=transfer, parallel_config=SimpleNamespace(**sizes | parallel), lora_config=None
+    )
     cache = SimpleNamespace(kv_cache_groups=groups or [kv.KVCacheGroupSpec(["l"], FULL)])
     return LMCacheMPConnector(config, KVConnectorRole.WORKER, cache)
 
