@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from lmcache.core.keys import ChainHash, ContentItem, chain_root
+from lmcache.core.keys import ChainHash, ContentItem, chain_root, tenant_of
 from lmcache.engines.vllm.lora import Evidence, Lora, LoraBook
 
 DIGEST_DIGITS = 64
@@ -80,7 +80,7 @@ def content_of(request: EngineRequest, generation: str, loras: LoraBook) -> Cont
     if lora is not None:
         facts["lora"] = lora.digest
         number = request.lora_request.lora_int_id
-    return Content(chain_root(facts), tuple(map(_item, request.mm_features)), _tenant(salt), lora, number)
+    return Content(chain_root(facts), tuple(map(_item, request.mm_features)), tenant_of(salt), lora, number)
 
 
 def _why_never(request: EngineRequest, lora: Lora | None) -> str:
@@ -105,7 +105,3 @@ def _item(feature: Any) -> ContentItem:
     place = feature.mm_position
     digest = hashlib.sha256(f"{feature.modality}\0{feature.identifier}\0{place.length}".encode()).digest()
     return ContentItem(place.offset, place.offset + place.length, digest)
-
-
-def _tenant(salt: str) -> str:
-    return hashlib.sha256(b"lmcache tenant 1" + salt.encode("utf-8", "surrogatepass")).hexdigest()[:16] if salt else ""

@@ -4,7 +4,6 @@ Imports neither vLLM nor torch.
 """
 
 import contextlib
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -83,8 +82,3 @@ def mapped_arena(link: Link) -> Iterator[Bytes]:
             yield arena
         finally:
             del arena
-
-
-def unpack_cells(packed: bytes) -> list[int]:
-    """Cell numbers as they travel."""
-    return list(struct.unpack(f"<{len(packed) // 4}I", packed))

@@ -7,12 +7,13 @@ import logging
 import queue
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from lmcache.core.cells import unpack_cells
 from lmcache.core.client import Client, Link
 from lmcache.core.protocol import ErrorCode, Opened
-from lmcache.engines.vllm.copying import CopyPlans, Kernels, ObjectCopier, mapped_arena, unpack_cells
+from lmcache.engines.vllm.copying import CopyPlans, Kernels, ObjectCopier, mapped_arena
 from lmcache.engines.vllm.orders import NULL_BLOCK, LoadOrder
 from lmcache.errors import GeometryError, LMCacheError, Refused
 from lmcache.geometry.groups import Geometry
@@ -20,7 +21,7 @@ from lmcache.geometry.hits import load_spans
 
 log = logging.getLogger(__name__)
 
-_Copy = tuple[ObjectCopier, list[int], list[int], int]
+_Copy = tuple[ObjectCopier, Sequence[int], Sequence[int], int]
 """Copier, cells of the object, block ids, and the kept position of the first of them."""
 
 

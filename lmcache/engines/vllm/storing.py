@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
+from lmcache.core.cells import unpack_cells
 from lmcache.core.client import Client, Link
 from lmcache.core.keys import HASH_BYTES
 from lmcache.core.protocol import Placed
-from lmcache.engines.vllm.copying import CopyPlans, Kernels, mapped_arena, unpack_cells
+from lmcache.engines.vllm.copying import CopyPlans, Kernels, mapped_arena
 from lmcache.engines.vllm.orders import NULL_BLOCK, StoreOrder
 from lmcache.errors import GeometryError, LMCacheError
 from lmcache.geometry.chunking import kept_blocks
