@@ -8,8 +8,6 @@ import gc
 import itertools
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import cast
 
 from lmcache.bench.figures import Figure, Step, at_most, figure
@@ -18,6 +16,7 @@ from lmcache.core.keys import HASH_BYTES, ChainHash, NamespaceDigest
 from lmcache.core.policy import EvictionPolicy
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 from lmcache.plugins.manager import PluginManager
+from lmcache.simulator.replay import collector_off
 
 TARGET = at_most(4.0)
 """Times the cost with a thousand nodes: room for memory that is far away, none for work that grows with the nodes."""
@@ -91,7 +90,7 @@ def measure_policies(nodes: int, samples: int, step: Step) -> list[Figure]:
     plugins = PluginManager()
     for name in plugins.policies():
         step(f"{name} with {nodes:,} chunks")
-        with _collector_off():
+        with collector_off():
             few, many = (Subject(plugins.make_policy(name), count) for count in (FEW, nodes))
             for what, work in (("use", Subject.use), ("evict and store", Subject.replace)):
                 work(few), work(many)
@@ -108,15 +107,3 @@ def _flatness(what: str, policy: str, pairs: list[tuple[float, float]]) -> Figur
     return figure(
         6, what, policy, ratios, "× a thousand's", target=TARGET, beside={"µs a chunk": per_chunk[len(pairs) // 2]}
     )
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """As in the server."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

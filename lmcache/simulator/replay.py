@@ -199,7 +199,7 @@ def replay(
     """Replay a trace once; `progress` hears of events as they are done."""
     run = Replay(trace, capacity.cells, policy, batches=batches)
     started = time.process_time()
-    with _collector_off():
+    with collector_off():
         for done in run.run():
             progress(done)
     counters = run.cache.counters
@@ -215,8 +215,8 @@ def replay(
 
 
 @contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
-    """As in the server: a collection takes long when there are many chunks, and finds nothing."""
+def collector_off() -> Iterator[None]:
+    """As in the server: a collection takes long when there are many chunks, and finds nothing. For benches, too."""
     collecting = gc.isenabled()
     gc.disable()
     try:
