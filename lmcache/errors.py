@@ -5,6 +5,8 @@
     │   ├── GeometryError             a KV group or a chunk size that cannot be served
     │   └── PluginError               a plugin that cannot be loaded, or two that claim one name
     ├── MemoryLimitError (MemoryError)   the host or the container does not have the memory asked for
+    ├── TierError (OSError)           a storage tier that could not do what it was asked
+    │   └── CodecError                a blob whose payload cannot be read back
     ├── ServerUnavailable (ConnectionError)   no server, or none that answers
     │   ├── LinkLost                  the server or its link ended; the client is registering again
     │   └── DeadlineExceeded (TimeoutError)   no answer within the deadline
@@ -42,6 +44,14 @@ class PluginError(ConfigError):
 
 class MemoryLimitError(LMCacheError, MemoryError):
     """More memory than the host or the container has."""
+
+
+class TierError(LMCacheError, OSError):
+    """A storage tier could not store, load, look or delete in time; the server goes on without it."""
+
+
+class CodecError(TierError):
+    """Bytes that are not what the codec wrote for this blob, or that it cannot read with the key that it has."""
 
 
 class ServerUnavailable(LMCacheError, ConnectionError):
