@@ -11,6 +11,7 @@ import time
 from typing import cast
 
 from lmcache.bench.figures import Figure, Step, at_most, figure
+from lmcache.core.accounts import Account
 from lmcache.core.index import Namespace, Node
 from lmcache.core.keys import HASH_BYTES, ChainHash, NamespaceDigest
 from lmcache.core.policy import EvictionPolicy
@@ -38,6 +39,7 @@ class Subject:
             NamespaceDigest(bytes(HASH_BYTES)), {}, Geometry((KVGroup(GroupKind.FULL, 16, (1024,)),)), 16, 1024
         )
         self._numbers = itertools.count()
+        self._account = Account("")
         self._random = random.Random(5)  # noqa: S311 - which prompts are used, the same ones in every run
         policy.resize(nodes)
         self._prompts = [self._store() for _ in range(nodes // CHAIN)]
@@ -70,11 +72,14 @@ class Subject:
             self._prompts[number] = self._prompts[-1]
             self._prompts.pop()
 
+    def _new_hash(self) -> ChainHash:
+        return ChainHash(next(self._numbers).to_bytes(HASH_BYTES, "little"))
+
     def _store(self) -> list[Node]:
         above: Node | None = None
         nodes: list[Node] = []
         for _ in range(CHAIN):
-            above = Node(self._space, ChainHash(next(self._numbers).to_bytes(HASH_BYTES, "little")), above, "")
+            above = Node(self._space, self._new_hash(), above, "", self._account)
             self._policy.insert(above)
             above.cells = 1
             self._space.nodes[above.hash] = above

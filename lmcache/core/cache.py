@@ -1,7 +1,8 @@
-"""The state machine of the cache: reserve, commit, abort, lookup, open, confirm, drop, evict.
+"""The state machine of the cache: reserve, commit, abort, lookup, open, confirm, drop, pin, evict.
 
-It decides; it has no clock, socket, thread or disk, and never touches payload. The server calls it from one thread, one
-method a message. Owners are the server's numbers for client connections: what an owner holds ends with it.
+It decides; it has no clock (`advance` tells it the time), socket, thread or disk, and never touches payload. The server
+calls it from one thread, one method a message. Owners are the server's numbers for client connections: what an owner
+holds ends with it.
 
 What every method keeps true, whatever the order of calls (`core/invariants.py` checks it,
 `tests/core/test_cache_model.py` tries to break it):
@@ -9,31 +10,37 @@ What every method keeps true, whatever the order of calls (`core/invariants.py` 
 - a cell belongs to nobody, to one reservation, or to one committed shard;
 - bytes are readable only when every shard of their object is committed, and only through a ticket;
 - what a ticket or a reservation holds is never evicted; a chunk never goes before the chunks that follow it;
+- no tenant holds more than its quota, or loses to others what it is guaranteed; nothing is served that has expired;
 - a policy's mistakes cost space, not correctness.
 
 One module, though a long one: each of these holds only because of all methods together, so they are read together.
 """
 
-import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import attrs
 
+from lmcache.core.accounts import Limits
+from lmcache.core.admission import Offer
 from lmcache.core.cells import CellAllocator, pack_cells, unpack_cells
+from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.index import Namespace, Node
 from lmcache.core.keys import ChainHash
 from lmcache.core.metrics import Counters
-from lmcache.core.order import GuardedOrder
-from lmcache.core.pins import Pins
+from lmcache.core.pins import Pins, PrefixPin, PrefixPins
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import ErrorCode, Placed
-from lmcache.core.victims import choose_victims
+from lmcache.core.residents import Residents
+from lmcache.core.voices import Speakers, Voices
 from lmcache.errors import Refused
 from lmcache.geometry.hits import Hit, longest_hit
 
 REMEMBERED_TICKETS = 4096
 """Completed tickets whose late or repeated confirmations are still answered truthfully."""
+
+PREFIX_PIN_SHARE = 0.25
+"""Share of L1 that prefix pins may hold together."""
 
 
 @attrs.frozen
@@ -80,23 +87,41 @@ class Cache:
     """All namespaces, the cells behind them, and who holds what."""
 
     def __init__(
-        self, allocator: CellAllocator, policy: EvictionPolicy, *, first_id: int = 1, pin_share: float = 0.5
+        self,
+        allocator: CellAllocator,
+        policy: EvictionPolicy,
+        *,
+        limits: Limits | None = None,
+        speakers: Speakers | None = None,
+        first_id: int = 1,
+        pin_share: float = 0.5,
     ) -> None:
         self.allocator = allocator
         self.policy = policy
         self.counters = Counters()
+        self.residents = Residents(allocator, policy, limits or Limits(), self.counters)
         self.namespaces: dict[bytes, Namespace] = {}
         self.reservations: dict[int, Reservation] = {}
         self.tickets: dict[int, Ticket] = {}
         self.pins: dict[int, Pins] = {}
         """For each owner that has tickets, what they hold."""
-        self._order = GuardedOrder(policy, self.counters)
-        self._order.resize(allocator.cells)
+        self.prefix_pins = PrefixPins(int(allocator.cells * PREFIX_PIN_SHARE))
+        self._voices = Voices(speakers or Speakers(), self.counters)
         self._pin_limit = int(allocator.cells * pin_share)
         self._next_id = first_id
         self._completed: deque[int] = deque(maxlen=REMEMBERED_TICKETS)
-        self.orphaned: dict[Node, None] = {}
-        """Holes: nodes without bytes that others hang below; what hangs there is evicted first."""
+
+    # ---------------------------------------------------------------------------------------------------------- time
+
+    def advance(self, now: float) -> None:
+        """It is `now`, in seconds on a clock that never goes back: end pins and drop chunks whose time has come."""
+        self.prefix_pins.advance(now)
+        self.residents.advance(now)
+
+    @property
+    def next_event(self) -> float:
+        """When `advance` should be called at the latest; infinite if nothing waits for it."""
+        return min(self.residents.next_expiry, self.prefix_pins.next_end)
 
     # ------------------------------------------------------------------------------------------------------- writing
 
@@ -109,36 +134,82 @@ class Cache:
         hashes: Sequence[ChainHash],
         group: int,
         shard: int,
+        hints: Hints = NO_HINTS,
     ) -> Placement:
         """Give `owner` cells for one shard of one group of each chunk, as far as the leading run fits.
 
-        Evicts exactly what is needed. Stops, without an error, at the first chunk that cannot be placed: no room, or a
-        parent that is not in the index (bytes that no lookup could reach).
+        Evicts exactly what is needed. Stops, without an error, at the first chunk that cannot be placed: no room, no
+        quota left, or a parent that is not in the index (bytes that no lookup could reach).
         """
         above = namespace.nodes.get(ChainHash(parent)) if parent else None
         if parent and above is None:
             return Placement(0, b"", b"")
+        hints = self._advised(namespace, tenant, above, hashes, hints)
+        admitted = self._admitted(namespace, tenant, above, hashes, hints)
         reservation = Reservation(self._new_id(), owner, [])
         # registered first: whatever fails half way, what was granted so far belongs to somebody
         self.reservations[reservation.id] = reservation
+        placed, last = self._place(reservation, namespace, tenant, above, hashes[:admitted], group, shard, hints)
+        if last:
+            self.residents.retain(last.chain(), hints)
+        if last and hints.ends_session:
+            self.residents.end_session(last)
+        if len(placed) == admitted:
+            self.counters.chunks_refused += len(hashes) - admitted
+            placed += bytes([Placed.REFUSED]) * (len(hashes) - admitted)
+        return self._placement(reservation, placed)
+
+    def _place(
+        self,
+        reservation: Reservation,
+        namespace: Namespace,
+        tenant: str,
+        above: Node | None,
+        hashes: Sequence[ChainHash],
+        group: int,
+        shard: int,
+        hints: Hints,
+    ) -> tuple[bytes, Node | None]:
+        """What became of the leading run that could be placed, and the last chunk of it."""
         slot, cells = namespace.slot(group, shard), namespace.object_cells[group]
         placed = bytearray()
         created = False
-        with self._kept([above] if above else []):
-            self._make_room_for_all(namespace, hashes, slot, cells)
+        with self.residents.kept([above] if above else []):
+            self._make_room_for_all(namespace, tenant, hashes, slot, cells)
             for chain_hash in hashes:
                 node = namespace.nodes.get(chain_hash)
                 state = _placed(node, slot)
                 if state is Placed.GRANTED:
                     created = created or node is None
-                    node = node or self._insert(namespace, chain_hash, above, tenant)
+                    node = node or self.residents.insert(namespace, chain_hash, above, tenant, hints)
                     if not self._grant(node, slot, cells, reservation):
                         break
                 placed.append(state)
                 above = node
         if created and above:
-            self._order.touch(list(above.chain()))
-        return self._placement(reservation, bytes(placed))
+            self.residents.order.touch(list(above.chain()))
+        return bytes(placed), above
+
+    def _advised(
+        self, namespace: Namespace, tenant: str, above: Node | None, hashes: Sequence[ChainHash], hints: Hints
+    ) -> Hints:
+        """The request's hints, and what retention policies add."""
+        if not self._voices.any_retention or not hashes:
+            return hints
+        return self._voices.hints(_offer(namespace, tenant, above, hashes, hints))
+
+    def _admitted(
+        self, namespace: Namespace, tenant: str, above: Node | None, hashes: Sequence[ChainHash], hints: Hints
+    ) -> int:
+        """How many of the chunks are there or may be stored."""
+        if not self._voices.any_admission:
+            return len(hashes)
+        known = next((i for i, each in enumerate(hashes) if each not in namespace.nodes), len(hashes))
+        if known == len(hashes):
+            return known
+        above = namespace.nodes[hashes[known - 1]] if known else above
+        offer = _offer(namespace, tenant, above, hashes[known:], hints)
+        return known + self._voices.admitted(offer, self.residents.now)
 
     def cells_lacking(self, namespace: Namespace, hashes: Sequence[ChainHash], group: int, shard: int) -> int:
         """Cells that `reserve` would hand out if there were room for all."""
@@ -146,44 +217,24 @@ class Cache:
         nodes = map(namespace.nodes.get, dict.fromkeys(hashes))
         return namespace.object_cells[group] * sum(_placed(node, slot) is Placed.GRANTED for node in nodes)
 
-    def _make_room_for_all(self, namespace: Namespace, hashes: Sequence[ChainHash], slot: int, cells: int) -> None:
+    def _make_room_for_all(
+        self, namespace: Namespace, tenant: str, hashes: Sequence[ChainHash], slot: int, cells: int
+    ) -> None:
         """Evict for all chunks at once, as far as others' chunks go: a search for each takes several times as long."""
         distinct = dict.fromkeys(hashes)
         known = [node for node in map(namespace.nodes.get, distinct) if node]
         there = sum(1 for node in known if _placed(node, slot) is not Placed.GRANTED)
-        with self._kept(known):
-            self._make_room((len(distinct) - there) * cells, cells)
+        with self.residents.kept(known):
+            self.residents.make_room((len(distinct) - there) * cells, cells, self.residents.accounts.of(tenant))
 
     def _grant(self, node: Node, slot: int, cells: int, reservation: Reservation) -> bool:
         """Reserve one object of `node`. False, and the node is forgotten if it is new, when there is no room."""
-        if self.allocator.free < cells:
-            # the end of the prompt itself may go, so that its beginning is whole
-            node.pins += 1
-            self._make_room(cells, cells)
-            node.pins -= 1
-        got = self.allocator.allocate(cells)
+        got = self.residents.grant(node, cells)
         if got is None:
-            self._prune(node)
             return False
         node.writing |= 1 << slot
-        node.cells += cells
-        self.orphaned.pop(node, None)
         reservation.objects.append((node, slot, pack_cells(got)))
         return True
-
-    @contextlib.contextmanager
-    def _kept(self, nodes: Sequence[Node]) -> Iterator[None]:
-        """Keep `nodes`, and what they hang from, from being evicted; afterwards forget those that stand for nothing."""
-        for node in nodes:
-            node.pins += 1
-        try:
-            yield
-        finally:
-            for node in nodes:
-                node.pins -= 1
-            for node in nodes:
-                if node.empty and node.namespace.nodes.get(node.hash) is node:  # a hole: its children made the room
-                    self._prune(node)
 
     def _placement(self, reservation: Reservation, placed: bytes) -> Placement:
         if not reservation.objects:
@@ -226,30 +277,39 @@ class Cache:
         # from the tail, so that a chain written by one reservation is pruned as a whole
         for node, slot, cells in reversed(reservation.objects):
             node.writing &= ~(1 << slot)
-            released = unpack_cells(cells)
-            node.cells -= len(released)
-            self.allocator.release(released)
-            self._prune(node)
+            self.residents.give_back(node, unpack_cells(cells))
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    def lookup(self, owner: int, namespace: Namespace, hashes: Sequence[ChainHash], limit: int) -> Ticket | None:
+    def lookup(
+        self,
+        owner: int,
+        namespace: Namespace,
+        hashes: Sequence[ChainHash],
+        limit: int,
+        tenant: str = "",
+        hints: Hints = NO_HINTS,
+    ) -> Ticket | None:
         """The longest prefix that can be served, pinned; None when there is none.
 
         `limit` is the most tokens that the hit may cover. One owner's tickets hold at most a share of the arena; a hit
         that would exceed it is shortened.
         """
         nodes = list(map(namespace.nodes.get, hashes))
-        sealed = [node.sealed if node else 0 for node in nodes]
+        sealed = self.residents.served(nodes)
         hit, needed = self._within_pin_share(owner, namespace, nodes, sealed, limit)
         self.counters.lookups += 1
         self.counters.tokens_asked += len(hashes) * namespace.chunk_size
         self.counters.tokens_hit += hit.tokens
+        if self._voices.any_admission:
+            self._voices.asked_for(namespace.digest + each for each in hashes)
         if not hit.tokens:
             return None
         reached = nodes[: -(-hit.tokens // namespace.chunk_size)]
         # each once, even where a client names a chunk twice
-        self._order.touch(list(dict.fromkeys(filter(None, reversed(reached)))))
+        chain = list(dict.fromkeys(filter(None, reversed(reached))))
+        self.residents.order.touch(chain)
+        self.residents.retain(chain, self._advised(namespace, tenant, None, hashes[: len(reached)], hints))
         return self._issue(owner, namespace, hit, needed)
 
     def _within_pin_share(
@@ -322,53 +382,45 @@ class Cache:
             self._end(ticket)
             self.counters.tickets_dropped += 1
 
-    # ------------------------------------------------------------------------------------------------------ evicting
+    # ------------------------------------------------------------------------------------------------------- pinning
 
-    def _make_room(self, cells: int, unit: int) -> None:
-        """Evict until `cells` cells are free, or as many units as can be."""
-        while (free := self.allocator.free) < cells:
-            victims = choose_victims(self._order, self.orphaned, free, cells, unit)
-            if not victims:
-                return
-            for victim in victims:
-                if victim.cells:  # a hole went with the last chunk below it
-                    self._evict(victim)
+    def pin(self, namespace: Namespace, hashes: Sequence[ChainHash], seconds: float) -> PrefixPin | None:
+        """Keep the leading chunks of a prompt that are stored as a whole, for so long; None when there are none.
 
-    def _evict(self, node: Node) -> None:
-        for packed in filter(None, node.shards):
-            self.allocator.release(unpack_cells(packed))
-        self.counters.chunks_evicted += 1
-        self.counters.cells_evicted += node.cells
-        node.cells = node.sealed = 0
-        node.shards = [None] * node.namespace.slots
-        if node.doomed:
-            node.spare()
-        self._prune(node)
+        Nothing evicts them meanwhile, and they do not expire. Prefix pins hold a share of the arena at most: Refused.
+        """
+        nodes: list[Node] = []
+        for node in map(namespace.nodes.get, hashes):
+            if node is None or any(not node.sealed >> group & 1 for group in namespace.cached_groups):
+                break
+            nodes.append(node)
+        if not nodes:
+            return None
+        pin = self.prefix_pins.pin(self._new_id(), namespace, nodes, self.residents.now + seconds)
+        self.residents.retain(reversed(nodes), Hints(ttl_s=seconds))
+        return pin
+
+    def unpin(self, number: int) -> None:
+        """End a prefix pin early. Raises Refused when there is none of that number."""
+        self.prefix_pins.unpin(number)
 
     # --------------------------------------------------------------------------------------------------- bookkeeping
-
-    def _insert(self, namespace: Namespace, chain_hash: ChainHash, parent: Node | None, tenant: str) -> Node:
-        node = Node(namespace, chain_hash, parent, tenant)
-        node.link()
-        namespace.nodes[chain_hash] = node
-        self._order.insert(node)
-        return node
-
-    def _prune(self, node: Node | None) -> None:
-        """Forget a node that holds nothing, and those above it that stood only for its sake."""
-        while node and node.empty:
-            parent = node.parent
-            node.unlink()
-            del node.namespace.nodes[node.hash]
-            self.orphaned.pop(node, None)
-            self._order.remove(node)
-            node = parent
-        if node and not node.cells and not node.writing and not node.pins:
-            self.orphaned[node] = None
 
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
+
+
+def _offer(namespace: Namespace, tenant: str, above: Node | None, hashes: Sequence[ChainHash], hints: Hints) -> Offer:
+    return Offer(
+        keys=[namespace.digest + each for each in hashes],
+        depth=above.depth + 1 if above else 0,
+        tenant=tenant,
+        model=namespace.facts.get("model", ""),
+        chunk_size=namespace.chunk_size,
+        chunk_bytes=namespace.chunk_cells * namespace.cell_bytes,
+        hints=hints,
+    )
 
 
 def _placed(node: Node | None, slot: int) -> Placed:

@@ -2,9 +2,11 @@
 
 import ipaddress
 import mmap
+from collections.abc import Mapping
 
 import attrs
 
+from lmcache.core.accounts import EVERYBODY_ELSE, Limits
 from lmcache.core.memory import total_memory
 from lmcache.errors import ConfigError, MemoryLimitError
 from lmcache.geometry.groups import MAX_TOKENS
@@ -51,6 +53,10 @@ class ServerConfig:
     """I/O threads at most, made as they are needed: they put memory behind the arena."""
     socket_dir: str | None = None
     """Folder for the Unix socket; None uses the abstract namespace, which leaves no file."""
+    quotas: Mapping[str, int] = attrs.field(factory=dict)
+    """Bytes of L1 that a tenant's chunks may take; `*` is each tenant that is not named."""
+    guarantees: Mapping[str, int] = attrs.field(factory=dict)
+    """Bytes of L1 that others cannot take from a tenant, once its chunks fill them."""
 
     def __attrs_post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size < 1:
@@ -78,6 +84,42 @@ class ServerConfig:
                 f"--l1-size-gb {self.l1_bytes / GIB:g} holds no cell of {self.cell_bytes // KIB} KiB",
                 remedy="give more memory, or smaller cells with --l1-cell-kb",
             )
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        for flag, limits in (("--quota", self.quotas), ("--guarantee", self.guarantees)):
+            for tenant, size in limits.items():
+                if size < self.cell_bytes:
+                    raise ConfigError(
+                        f"{flag} {tenant}={size / GIB:g} holds no cell of {self.cell_bytes // KIB} KiB",
+                        remedy="give the tenant more, or smaller cells with --l1-cell-kb",
+                    )
+        if EVERYBODY_ELSE in self.guarantees:
+            raise ConfigError(
+                "--guarantee * promises a share of L1 to any number of tenants",
+                remedy="name the tenants whose share is to be guaranteed",
+            )
+        promised = sum(self.guarantees.values())
+        if promised > self.arena_bytes:
+            raise ConfigError(
+                f"--guarantee promises {promised / GIB:g} GB in all, and L1 has {self.arena_bytes / GIB:g}",
+                remedy="promise less, or give L1 more memory with --l1-size-gb",
+            )
+        for tenant, size in self.guarantees.items():
+            quota = self.quotas.get(tenant, self.quotas.get(EVERYBODY_ELSE, size))
+            if size > quota:
+                raise ConfigError(
+                    f"tenant {tenant} is guaranteed {size / GIB:g} GB, more than its quota of {quota / GIB:g}",
+                    remedy="raise its --quota, or lower its --guarantee",
+                )
+
+    @property
+    def limits(self) -> Limits:
+        """Quotas and guarantees in whole cells."""
+        return Limits(
+            {tenant: size // self.cell_bytes for tenant, size in self.quotas.items()},
+            {tenant: size // self.cell_bytes for tenant, size in self.guarantees.items()},
+        )
 
     @property
     def cells(self) -> int:

@@ -16,14 +16,18 @@ import zmq
 from lmcache import __version__
 from lmcache.core.protocol import (
     PROTOCOL,
+    Done,
     Error,
     ErrorCode,
     Hello,
     Message,
+    Pin,
     Ping,
+    Pinned,
     Pong,
     Status,
     StatusReport,
+    Unpin,
     Welcome,
     decode_reply,
     encode,
@@ -96,6 +100,14 @@ class Control:
     def status(self) -> dict[str, Any]:
         """The server's report; `core/metrics.py` documents its numbers."""
         return self._call(Status(next(self._ids)), StatusReport).report
+
+    def pin(self, namespace: bytes, hashes: bytes, seconds: float) -> Pinned:
+        """Keep the stored part of a prompt for so long. Raises Refused when pins would hold too much."""
+        return self._call(Pin(next(self._ids), namespace, hashes, seconds), Pinned)
+
+    def unpin(self, pin: int) -> None:
+        """Let a prefix go before its time. Raises Refused when there is no such pin."""
+        self._call(Unpin(next(self._ids), pin), Done)
 
     def wait_idle(self, timeout: float = 60.0, on_progress: Callable[[int], None] | None = None) -> None:
         """Return when no store is in flight; `on_progress` hears how many are.

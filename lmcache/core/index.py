@@ -3,21 +3,28 @@
 `core/cache.py` decides what happens to it.
 """
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lmcache.core.hints import Priority
 from lmcache.core.keys import ChainHash, NamespaceDigest
 from lmcache.geometry.groups import Geometry
 from lmcache.geometry.layout import object_cells
+
+if TYPE_CHECKING:  # accounts hold nodes
+    from lmcache.core.accounts import Account
 
 
 class Node:
     """One chunk of one prompt: the entry of the index. A `policy.ChunkNode`."""
 
     __slots__ = (
+        "account",
         "cells",
         "depth",
         "doomed",
+        "expires",
         "first_child",
         "hash",
         "last_child",
@@ -28,18 +35,31 @@ class Node:
         "pins",
         "policy_state",
         "previous_sibling",
+        "priority",
         "sealed",
         "shards",
         "tenant",
+        "used",
         "writing",
     )
 
-    def __init__(self, namespace: "Namespace", chain_hash: ChainHash, parent: "Node | None", tenant: str) -> None:
+    def __init__(
+        self,
+        namespace: "Namespace",
+        chain_hash: ChainHash,
+        parent: "Node | None",
+        tenant: str,
+        account: "Account",
+    ) -> None:
         self.namespace = namespace
         self.hash = chain_hash
         self.parent = parent
         self.depth: int = parent.depth + 1 if parent else 0
         self.tenant = tenant
+        self.account = account  # where its cells are counted
+        self.priority = Priority.NORMAL
+        self.expires = math.inf  # from then on it is not served; never before what hangs below it
+        self.used = 0  # number of its last use, among all uses
         self.cells = 0  # written and being written
         self.sealed = 0  # bit g: every shard of group g is committed, so its object may be read
         self.shards: list[bytes | None] = [None] * namespace.slots  # packed cells of each committed shard
@@ -135,6 +155,7 @@ class Namespace:
         self.cached_groups = geometry.cached_groups
         """Numbers of the groups that are stored; here, because every chunk that is committed asks."""
         self.nodes: dict[ChainHash, Node] = {}
+        self.cell_bytes = cell_bytes
         self.object_cells = tuple(object_cells(group, chunk_size, cell_bytes) for group in geometry.groups)
         """For each group, the cells of one shard's object."""
         self._first_slot: list[int] = []

@@ -4,6 +4,7 @@ from collections import Counter
 
 from lmcache.core.cache import Cache
 from lmcache.core.cells import unpack_cells
+from lmcache.core.hints import Priority
 from lmcache.core.index import Node
 
 
@@ -31,13 +32,15 @@ def check_invariants(cache: Cache) -> None:
         raise RuntimeError("a reservation writes to a chunk that is not in the index, or that does not know of it")
     _check_tickets(cache, nodes)
     _check_orphans(cache, nodes)
+    _check_accounts(cache, nodes)
 
 
 def _check_tickets(cache: Cache, nodes: list[Node]) -> None:
     held = Counter(node for ticket in cache.tickets.values() for node in ticket.nodes if node)
+    held.update(node for pin in cache.prefix_pins.all for node in pin.nodes)
     for node in {*nodes, *held}:
         if node.pins != held[node]:
-            raise RuntimeError(f"{node} is held by {held[node]} tickets")
+            raise RuntimeError(f"{node} is held {node.pins} times, by {held[node]} tickets and pins")
     for owner in {ticket.owner for ticket in cache.tickets.values()} | cache.pins.keys():
         tickets = [ticket for ticket in cache.tickets.values() if ticket.owner == owner]
         distinct = {node for ticket in tickets for node in ticket.nodes if node}
@@ -48,8 +51,27 @@ def _check_tickets(cache: Cache, nodes: list[Node]) -> None:
 
 def _check_orphans(cache: Cache, nodes: list[Node]) -> None:
     holes = {node for node in nodes if not node.cells}
-    if holes != cache.orphaned.keys():
-        raise RuntimeError(f"{len(holes)} chunks without bytes, {len(cache.orphaned)} known as such")
+    if holes != cache.residents.orphaned.keys():
+        raise RuntimeError(f"{len(holes)} chunks without bytes, {len(cache.residents.orphaned)} known as such")
+
+
+def _check_accounts(cache: Cache, nodes: list[Node]) -> None:
+    accounts = cache.residents.accounts
+    for account in accounts.all:
+        own = {node for node in nodes if node.account is account}
+        listed = [node for priority in Priority for node in account.chunks(priority)]
+        if set(listed) != own or len(listed) != len(own):
+            raise RuntimeError(f"account {account.name!r} lists {len(listed)} chunks, and has {len(own)}")
+        if account.cells != sum(node.cells for node in own):
+            raise RuntimeError(f"account {account.name!r} counts {account.cells} cells, which is not what they are")
+        if account.quota is not None and account.cells > account.quota:
+            raise RuntimeError(f"account {account.name!r} holds {account.cells} cells, its quota is {account.quota}")
+        if any(node not in account.chunks(node.priority) for node in own):
+            raise RuntimeError(f"account {account.name!r} lists a chunk under another priority")
+    if sum(len(account.chunks(priority)) for account in accounts.all for priority in Priority) != len(nodes):
+        raise RuntimeError("a chunk is in no account, or in one that is not known any more")
+    if accounts.high_cells != sum(node.cells for node in nodes if node.priority is Priority.HIGH):
+        raise RuntimeError(f"{accounts.high_cells} cells of high priority are counted, which is not what there are")
 
 
 def _check_node(node: Node) -> None:
@@ -57,6 +79,8 @@ def _check_node(node: Node) -> None:
         raise RuntimeError(f"{node} is not in its index, or left doomed by a selection")
     if node.parent and node.namespace.nodes.get(node.parent.hash) is not node.parent:
         raise RuntimeError(f"{node} hangs below a chunk that is not in the index")
+    if node.parent and node.parent.expires < node.expires:
+        raise RuntimeError(f"{node} hangs below a chunk that expires before it does")
     for group in node.namespace.geometry.cached_groups:
         if bool(node.sealed >> group & 1) != node.namespace.group_committed(node, group):
             raise RuntimeError(f"{node}: group {group} is sealed and incomplete, or complete and not sealed")

@@ -19,6 +19,7 @@ import attrs
 
 from lmcache.core.arena import MappedArena
 from lmcache.core.channel import Channel, Pending
+from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.protocol import (
     PROTOCOL,
     Abort,
@@ -153,9 +154,11 @@ class Link:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def reserve(self, tenant: str, parent: bytes, hashes: bytes, group: int, shard: int) -> Reserved:
+    def reserve(
+        self, tenant: str, parent: bytes, hashes: bytes, group: int, shard: int, hints: Hints = NO_HINTS
+    ) -> Reserved:
         """Ask for cells to store one shard of one group of the chunks `hashes` (joined, in chain order) in. Worker."""
-        reply = self._call(Reserve(next(self._ids), tenant, parent, hashes, group, shard), Reserved)
+        reply = self._call(Reserve(next(self._ids), tenant, parent, hashes, group, shard, hints), Reserved)
         self._backed(reply.backed)
         return reply
 
@@ -167,9 +170,9 @@ class Link:
         """Give the reservation back. Worker."""
         self._call(Abort(next(self._ids), reservation), Done)
 
-    def lookup(self, tenant: str, hashes: bytes, limit: int) -> Pending[Found]:
+    def lookup(self, tenant: str, hashes: bytes, limit: int, hints: Hints = NO_HINTS) -> Pending[Found]:
         """Ask for the longest hit of at most `limit` tokens; sends and does not wait. Scheduler."""
-        return self._send(Lookup(next(self._ids), tenant, hashes, limit), Found)
+        return self._send(Lookup(next(self._ids), tenant, hashes, limit, hints), Found)
 
     def open(self, ticket: int) -> Opened:
         """Where this rank's part of a hit lies. Worker."""

@@ -21,10 +21,14 @@ class Counters:
     chunks_aborted: int = _counter("objects", "chunk shards given back unpublished, by an abort or a dead writer")
     chunks_evicted: int = _counter("chunks", "chunks evicted to make room")
     cells_evicted: int = _counter("cells", "cells that evictions freed")
+    chunks_expired: int = _counter("chunks", "chunks dropped because their TTL was over; evictions count them, too")
+    chunks_refused: int = _counter("chunks", "chunks offered that an admission policy did not want stored")
     requests_refused: int = _counter("requests", "requests answered with an error")
     messages_malformed: int = _counter("messages", "messages that could not be read, on either transport")
     clients_refused: int = _counter("clients", "Unix connections turned away")
-    policy_errors: int = _counter("errors", "calls in which the eviction policy failed; the first of a kind is logged")
+    policy_errors: int = _counter(
+        "errors", "calls in which a policy failed (eviction, admission, retention); the first of a kind is logged"
+    )
     records_lost: int = _counter("events", "lookups and stores that `--record` could not write down; logged once")
     internal_errors: int = _counter("errors", "faults of the server's own; each is in its log")
 
@@ -36,6 +40,8 @@ GAUGES = {
     "cells_reserved": ("cells", "cells that writers are filling: quarantined until they commit, abort or die"),
     "nodes": ("chunks", "chunks in the index"),
     "pinned_nodes": ("chunks", "chunks that tickets hold"),
+    "prefix_pins": ("pins", "prefixes that users have pinned"),
+    "prefix_pin_cells": ("cells", "cells that pinned prefixes hold"),
     "tickets": ("tickets", "hits that are waiting to be loaded"),
     "reservations": ("reservations", "stores in flight"),
     "clients": ("clients", "registered clients"),

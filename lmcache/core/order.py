@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 
+from lmcache.core.accounts import Accounts
 from lmcache.core.index import Node
 from lmcache.core.metrics import Counters
 from lmcache.core.policy import EvictionPolicy
@@ -15,13 +16,17 @@ VICTIM_SCAN = 4096
 
 
 class GuardedOrder:
-    """Passes calls on to a policy. One that raises is counted, logged once a cause, and otherwise without effect."""
+    """Passes calls on to a policy. One that raises is counted, logged once a cause, and otherwise without effect.
 
-    def __init__(self, policy: EvictionPolicy, counters: Counters) -> None:
+    What the policy does not say, `accounts` does: they know every node, too, by its last use.
+    """
+
+    def __init__(self, policy: EvictionPolicy, accounts: Accounts, counters: Counters) -> None:
         self._policy = policy
+        self._accounts = accounts
         self._counters = counters
         self._logged: set[str] = set()
-        self._arrived: dict[Node, None] = {}
+        self._known = 0
 
     def resize(self, cells: int) -> None:
         """L1 has `cells` cells, whether or not there is memory behind them by now."""
@@ -32,7 +37,8 @@ class GuardedOrder:
 
     def insert(self, node: Node) -> None:
         """`node` is new."""
-        self._arrived[node] = None
+        self._known += 1
+        self._accounts.insert(node)
         try:
             self._policy.insert(node)
         except (Exception, SystemExit) as error:  # noqa: BLE001
@@ -40,6 +46,7 @@ class GuardedOrder:
 
     def touch(self, nodes: Sequence[Node]) -> None:
         """`nodes` were used."""
+        self._accounts.touch(nodes)
         try:
             self._policy.touch(nodes)
         except (Exception, SystemExit) as error:  # noqa: BLE001
@@ -47,7 +54,8 @@ class GuardedOrder:
 
     def remove(self, node: Node) -> None:
         """`node` is gone."""
-        self._arrived.pop(node, None)
+        self._known -= 1
+        self._accounts.remove(node)
         try:
             self._policy.remove(node)
         except (Exception, SystemExit) as error:  # noqa: BLE001
@@ -56,9 +64,9 @@ class GuardedOrder:
     def victims(self) -> Iterator[Node]:
         """The policy's first victims, without what it invents or should have forgotten.
 
-        A policy that fails, or names nobody who is there, is stood in for by the order of arrival.
+        None at all from a policy that fails; what was named before it failed stands.
         """
-        named = False
+        named = not self._known
         try:
             for victim in itertools.islice(self._policy.victims(), VICTIM_SCAN):
                 if isinstance(victim, Node) and victim.namespace.nodes.get(victim.hash) is victim:
@@ -66,13 +74,18 @@ class GuardedOrder:
                     yield victim
         except (Exception, SystemExit) as error:  # noqa: BLE001
             self._failed("victims", error)
-            named = False
-        if not named and self._arrived:
-            self._counters.policy_errors += 1
-            yield from itertools.islice(self._arrived, VICTIM_SCAN)
+        else:
+            if not named:
+                self._failed("victims", None)
 
-    def _failed(self, call: str, error: BaseException) -> None:
+    def _failed(self, call: str, error: BaseException | None) -> None:
         self._counters.policy_errors += 1
         if call not in self._logged:
             self._logged.add(call)
-            log.error("the eviction policy %s failed in %s; logged once", self._policy.name, call, exc_info=error)
+            policy = type(self._policy)
+            log.error(
+                "the eviction policy %s (%s.%s) %s in %s; the order of last use stands in for it; logged once",
+                *(policy.name, policy.__module__, policy.__qualname__),
+                *("failed" if error else "named no chunk that is there", call),
+                exc_info=error,
+            )

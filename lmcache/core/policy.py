@@ -41,6 +41,13 @@ class ChunkNode(Protocol):
     def cells(self) -> int:
         """Arena cells that it takes now, over all groups and shards. 0 at its insertion; grows as it is stored."""
 
+    @property
+    def priority(self) -> int:
+        """What requests said of it: 1 high, 0 normal, -1 low. The cache honours it itself; an order need not.
+
+        May change at any time.
+        """
+
     policy_state: Any
     """Free for the policy: whatever it wants to remember about this node. The cache never looks at it."""
 

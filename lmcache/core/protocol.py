@@ -3,10 +3,12 @@
 **Frames.** A message is one msgpack array `[tag, …fields]`; a request and its reply carry the same `id`, chosen by the
 client. Requests never refer to memory addresses, names of code or files, and nothing in them is executed.
 
-**Two transports, one protocol.** On TCP a ZeroMQ ROUTER answers `Hello`, `Ping` and `Status`: what needs no memory. The
+**Two transports, one protocol.** On TCP a ZeroMQ ROUTER answers `Hello` and commands: what needs no memory. The
 reply to `Hello` names a Unix stream socket (abstract: no file is left). There every message is preceded by its length
 (4 bytes, little endian, at most `MAX_FRAME`), the first reply carries the arena's memfd, and the connection *is* the
 client's liveness: when it ends, whatever the client had reserved is freed and its tickets are dropped.
+
+**Commands** speak TCP: `Ping`, `Status`, and `Pin` and `Unpin`, which name a namespace by its digest, as `Status` does.
 
 **Order.** On a Unix connection: `Register`, then anything. Replies may come in another order than requests: `id` ties
 them.
@@ -19,6 +21,9 @@ aborts or its connection ends.
 **Load.** The scheduler sends `Lookup`; `Found` tells how many leading tokens every group and rank can serve and gives a
 ticket that pins them. Each worker sends `Open` for the cells, copies, then `Confirm`; only `Confirmed(held=True)` makes
 the load count. The ticket ends when every rank has confirmed, when the scheduler sends `Drop`, or with its connection.
+
+**Hints.** `Reserve` and `Lookup` carry what the request says of its chunks: TTL, priority, end of its session
+(`core/hints.py`). They are advice: what they do to a chunk that several requests use is in `core/residents.py`.
 
 **Epoch.** The server's boot id, in `Welcome` and `Registered`. A ticket is good in its epoch only, so `Open` and
 `Confirm` carry it. A client that sees another epoch than the one it registered with registers again.
@@ -34,12 +39,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.errors import ProtocolError
 from lmcache.geometry.groups import Geometry
 
 T = TypeVar("T")
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change that an older peer would misread."""
 
 MAX_FRAME = 16 << 20
@@ -65,6 +71,8 @@ class ErrorCode(enum.StrEnum):
     """A request that needs a registered Unix connection."""
     STALE = "stale"
     """A ticket or reservation of another epoch, another client, or none."""
+    FULL = "full"
+    """More than may be held."""
     STOPPING = "stopping"
     """The server is shutting down."""
     INTERNAL = "internal"
@@ -80,6 +88,8 @@ class Placed(enum.IntEnum):
     """This shard is already stored; nothing to write."""
     BUSY = 2
     """Another client is writing it; nothing to write."""
+    REFUSED = 3
+    """An admission policy does not want it stored; this request should not offer it again, nor what follows it."""
 
 
 class Role(enum.StrEnum):
@@ -133,6 +143,28 @@ class StatusReport(Message, frozen=True, array_like=True, tag=True):
     """`metrics.py` documents every entry under `counters` and `gauges`."""
 
 
+class Pin(Message, frozen=True, array_like=True, tag=True):
+    """Keep the leading chunks of a prompt that are stored, for `seconds`: answered with `Pinned`."""
+
+    namespace: bytes
+    hashes: bytes
+    """Joined chain hashes of the prompt's whole chunks."""
+    seconds: float
+
+
+class Pinned(Message, frozen=True, array_like=True, tag=True):
+    pin: int
+    """What `Unpin` names; 0 when nothing of the prompt is stored."""
+    tokens: int
+    """Tokens that it covers."""
+
+
+class Unpin(Message, frozen=True, array_like=True, tag=True):
+    """End a pin before its time: answered with `Done`."""
+
+    pin: int
+
+
 # ------------------------------------------------------------------------------------------------- on the Unix socket
 
 
@@ -168,6 +200,7 @@ class Reserve(Message, frozen=True, array_like=True, tag=True):
     """Joined chain hashes, in chain order."""
     group: int
     shard: int
+    hints: Hints = NO_HINTS
 
 
 class Reserved(Message, frozen=True, array_like=True, tag=True):
@@ -199,6 +232,7 @@ class Lookup(Message, frozen=True, array_like=True, tag=True):
     """Joined chain hashes of the prompt's whole chunks."""
     limit: int
     """Tokens that the hit may cover at most (the prompt's length less one)."""
+    hints: Hints = NO_HINTS
 
 
 class Found(Message, frozen=True, array_like=True, tag=True):
@@ -246,8 +280,8 @@ class Done(Message, frozen=True, array_like=True, tag=True):
     pass
 
 
-Request = Hello | Ping | Status | Register | Reserve | Commit | Abort | Lookup | Open | Confirm | Drop
-Reply = Error | Welcome | Pong | StatusReport | Registered | Reserved | Found | Opened | Confirmed | Done
+Request = Hello | Ping | Status | Pin | Unpin | Register | Reserve | Commit | Abort | Lookup | Open | Confirm | Drop
+Reply = Error | Welcome | Pong | StatusReport | Pinned | Registered | Reserved | Found | Opened | Confirmed | Done
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)

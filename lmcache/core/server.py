@@ -33,6 +33,7 @@ from lmcache.core.protocol import (
     Hello,
     Lookup,
     Message,
+    Pin,
     Ping,
     Pong,
     Register,
@@ -42,12 +43,14 @@ from lmcache.core.protocol import (
     Role,
     Status,
     StatusReport,
+    Unpin,
     Welcome,
     decode_request,
     encode,
 )
 from lmcache.core.recording import Recorder
 from lmcache.core.service import HANDLERS, Service, check_version
+from lmcache.core.voices import Speakers
 from lmcache.errors import ConfigError, LMCacheError, ProtocolError, Refused
 
 log = logging.getLogger("lmcache.server")
@@ -68,10 +71,17 @@ ACCEPT_PAUSE_SECONDS = 1.0
 class Server:
     """Opens port, socket and arena; raises ConfigError or MemoryLimitError before anything is served.
 
-    `recorder`, if there is one, hears of every lookup and store; whoever made it closes it, after `run`.
+    `recorder`, if there is one, hears of every lookup and store; whoever made it closes it, after `run`. `speakers` are
+    the admission and retention policies that were chosen.
     """
 
-    def __init__(self, config: ServerConfig, policy: EvictionPolicy, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        policy: EvictionPolicy,
+        recorder: Recorder | None = None,
+        speakers: Speakers | None = None,
+    ) -> None:
         config.check_memory()
         self.config = config
         self.epoch = os.urandom(8).hex()
@@ -86,7 +96,7 @@ class Server:
         self._accept_again = 0.0
         with contextlib.ExitStack() as opened:
             try:
-                self._open(opened, policy, recorder)
+                self._open(opened, policy, recorder, speakers)
             except (OSError, OverflowError, ValueError) as error:
                 if isinstance(error, LMCacheError):
                     raise
@@ -96,7 +106,13 @@ class Server:
                 ) from error
             self._resources = opened.pop_all()
 
-    def _open(self, opened: contextlib.ExitStack, policy: EvictionPolicy, recorder: Recorder | None) -> None:
+    def _open(
+        self,
+        opened: contextlib.ExitStack,
+        policy: EvictionPolicy,
+        recorder: Recorder | None,
+        speakers: Speakers | None,
+    ) -> None:
         config = self.config
         self._router, self.port = opened.enter_context(bind_router(config.host, config.port))
         self._listener, self.socket_address = opened.enter_context(listen(config.socket_dir, self.port, self.epoch))
@@ -116,6 +132,7 @@ class Server:
             *(config, policy, backer, self.epoch),
             first_id=int.from_bytes(os.urandom(5), "little") << 20,
             recorder=recorder,
+            speakers=speakers,
         )
         self._selector = opened.enter_context(selectors.DefaultSelector())
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._woken)
@@ -149,6 +166,7 @@ class Server:
                         self._ready(connection, selectors.EVENT_READ)
                 self._retry_parked()
                 self._answer_router()
+                self.service.advance()
                 self._listen_again()
         finally:
             log.info("stopping, with %d stores in flight", len(self.service.cache.reservations))
@@ -190,6 +208,8 @@ class Server:
         times = [until for until, _, _ in self._parked]
         times += [self._accept_again] if self._accept_again else []
         times += [time.monotonic() + 0.05] if self._stopping else []
+        pause = self.service.pause
+        times += [time.monotonic() + pause] if pause is not None else []
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     # ------------------------------------------------------------------------------------------------ TCP: who is there
@@ -231,6 +251,10 @@ class Server:
                 return Pong(request.id, self.epoch)
             case Status():
                 return StatusReport(request.id, self._report())
+            case Pin():
+                return self.service.pin(request)
+            case Unpin():
+                return self.service.unpin(request)
         raise Refused(
             f"{type(request).__name__} is for the Unix socket",
             code=ErrorCode.UNREGISTERED,
@@ -344,6 +368,7 @@ class Server:
         """
         counters = self.service.cache.counters
         try:
+            self.service.advance()
             reply = answer(request)
             # encoded in here, for what a reply is made of may come from a peer
             return None if reply is None else (reply, encode(reply))

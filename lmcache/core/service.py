@@ -4,6 +4,7 @@ No sockets here. The server's one thread calls it. It is as long as the protocol
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,13 +31,17 @@ from lmcache.core.protocol import (
     Lookup,
     Open,
     Opened,
+    Pin,
+    Pinned,
     Register,
     Registered,
     Reserve,
     Reserved,
     Role,
+    Unpin,
 )
 from lmcache.core.recording import Recorder
+from lmcache.core.voices import Speakers
 from lmcache.errors import GeometryError, Refused
 from lmcache.geometry.chunking import check_chunk_size, default_chunk_size
 from lmcache.geometry.fingerprint import geometry_facts
@@ -48,6 +53,11 @@ MAX_FACTS = 1 << 16
 
 MAX_CHUNKS = 1 << 16
 """Chunks of one request: more would make others wait."""
+
+MAX_TENANT = 256
+"""Characters of a tenant's name, which is kept with every chunk."""
+
+LONGEST_PIN = 366 * 24 * 3600
 
 AHEAD_BYTES = 256 << 20
 """Free memory kept behind the arena before anybody asks for it, so that stores rarely wait for the kernel."""
@@ -64,10 +74,16 @@ class Service:
         epoch: str,
         first_id: int,
         recorder: Recorder | None = None,
+        speakers: Speakers | None = None,
     ) -> None:
         self.config = config
         self.epoch = epoch
-        self.cache = Cache(CellAllocator(config.cells), policy, first_id=first_id)
+        self.cache = Cache(
+            *(CellAllocator(config.cells), policy),
+            limits=config.limits,
+            speakers=speakers,
+            first_id=first_id,
+        )
         self._backer = backer
         self._recorder = recorder
         self._unrecorded = 0
@@ -152,7 +168,8 @@ class Service:
         if self._grow(wanted) and not final:
             return None
         done = self.cache.reserve(
-            connection.owner, namespace, request.tenant, request.parent, hashes, request.group, request.shard
+            *(connection.owner, namespace, _tenant(request), request.parent, hashes, request.group, request.shard),
+            hints=request.hints,
         )
         self.keep_ahead()
         reply = Reserved(request.id, done.reservation, done.placed, done.cells, self._backed)
@@ -174,7 +191,8 @@ class Service:
     def lookup(self, connection: Connection, request: Lookup) -> Found:
         """Answer with the longest hit, pinned."""
         namespace = self._registered(connection)
-        ticket = self.cache.lookup(connection.owner, namespace, self._hashes(request.hashes), max(0, request.limit))
+        hashes, limit = self._hashes(request.hashes), max(0, request.limit)
+        ticket = self.cache.lookup(connection.owner, namespace, hashes, limit, _tenant(request), request.hints)
         reply = Found(request.id, ticket.id, ticket.hit.tokens) if ticket else Found(request.id, 0, 0)
         self._record(namespace, request, reply)
         return reply
@@ -201,6 +219,41 @@ class Service:
         """End a ticket early."""
         self.cache.drop(connection.owner, request.ticket)
         return Done(request.id)
+
+    # -------------------------------------------------------------------------------------------------------- pinning
+
+    def pin(self, request: Pin) -> Pinned:
+        """Keep a prefix for as long as a user wants it kept."""
+        namespace = self.cache.namespaces.get(request.namespace)
+        if namespace is None:
+            raise Refused(
+                f"no engine has registered namespace {request.namespace.hex() or '(none)'}",
+                code=ErrorCode.STALE,
+                remedy="see the namespaces in lmcache status",
+            )
+        if not 0 < request.seconds <= LONGEST_PIN:
+            raise Refused(
+                f"a pin for {request.seconds:g} s", code=ErrorCode.MALFORMED, remedy=f"at most {LONGEST_PIN} s (a year)"
+            )
+        pin = self.cache.pin(namespace, self._hashes(request.hashes), request.seconds)
+        return Pinned(request.id, pin.id, pin.tokens) if pin else Pinned(request.id, 0, 0)
+
+    def unpin(self, request: Unpin) -> Done:
+        """Let a prefix go."""
+        self.cache.unpin(request.pin)
+        return Done(request.id)
+
+    # ----------------------------------------------------------------------------------------------------------- time
+
+    def advance(self) -> None:
+        """Tell the cache what time it is. Called before every request, and when `pause` is over."""
+        self.cache.advance(time.monotonic())
+
+    @property
+    def pause(self) -> float | None:
+        """Seconds until something ends or expires; None: nothing will."""
+        when = self.cache.next_event
+        return None if when == math.inf else max(0.0, when - time.monotonic())
 
     # --------------------------------------------------------------------------------------------------------- memory
 
@@ -295,12 +348,28 @@ class Service:
                 // 4,
                 "nodes": sum(len(namespace.nodes) for namespace in cache.namespaces.values()),
                 "pinned_nodes": len(set().union(*(pins.nodes for pins in cache.pins.values()))),
+                "prefix_pins": len(cache.prefix_pins.all),
+                "prefix_pin_cells": cache.prefix_pins.cells,
                 "tickets": len(cache.tickets),
                 "reservations": len(cache.reservations),
                 "clients": len(clients),
             },
             "counters": counters,
             "clients": clients,
+            "tenants": [
+                {"tenant": a.name, "cells": a.cells, "quota_cells": a.quota, "guaranteed_cells": a.guaranteed}
+                for a in cache.residents.accounts.all
+                if a.name
+            ],
+            "prefix_pins": [
+                {
+                    "pin": pin.id,
+                    "namespace": pin.namespace.digest.hex(),
+                    "tokens": pin.tokens,
+                    "ends_in_s": round(pin.until - cache.residents.now, 3),
+                }
+                for pin in cache.prefix_pins.all
+            ],
             "namespaces": [
                 {"digest": n.digest.hex(), "chunk_size": n.chunk_size, "chunks": len(n.nodes), "facts": n.facts}
                 for n in cache.namespaces.values()
@@ -321,6 +390,16 @@ def check_version(protocol: int, version: str) -> None:
 
 def _malformed(fact: str) -> Refused:
     return Refused(fact, code=ErrorCode.MALFORMED, remedy="use the client of the same lmcache version")
+
+
+def _tenant(request: Lookup | Reserve) -> str:
+    if len(request.tenant) > MAX_TENANT:
+        raise Refused(
+            f"a tenant's name of {len(request.tenant)} characters",
+            code=ErrorCode.MALFORMED,
+            remedy=f"at most {MAX_TENANT}",
+        )
+    return request.tenant
 
 
 Handler = Callable[[Service, Connection, Any], Any]

@@ -37,11 +37,18 @@ class FakeNode:
     `key` says which chunk it is; without one it is a chunk that nobody has seen before.
     """
 
-    __slots__ = ("_depth", "_key", "_parent", "_tenant", "cells", "policy_state")
+    __slots__ = ("_depth", "_key", "_parent", "_priority", "_tenant", "cells", "policy_state")
 
     def __init__(
-        self, parent: "FakeNode | None" = None, *, tenant: str = "", cells: int = 1, key: Hashable = None
+        self,
+        parent: "FakeNode | None" = None,
+        *,
+        tenant: str = "",
+        cells: int = 1,
+        key: Hashable = None,
+        priority: int = 0,
     ) -> None:
+        self._priority = priority
         self._key = next(_UNSEEN) if key is None else key
         self._parent = parent
         self._depth: int = 0 if parent is None else parent.depth + 1
@@ -68,6 +75,11 @@ class FakeNode:
     def tenant(self) -> str:
         """Who stored it."""
         return self._tenant
+
+    @property
+    def priority(self) -> int:
+        """What requests said of it."""
+        return self._priority
 
 
 class _WatchedNode(FakeNode):

@@ -89,7 +89,8 @@ class BatchCache(Cache):
 
     def evict_batch(self) -> None:
         """Evict a fifth of what is there, in the policy's order."""
-        self._make_room(self.allocator.free + max(1, int(self.allocator.used * BATCH)), 1)
+        cells = self.allocator.free + max(1, int(self.allocator.used * BATCH))
+        self.residents.make_room(cells, 1, self.residents.accounts.of(""))
 
 
 class Replay:

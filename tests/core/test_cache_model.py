@@ -201,9 +201,9 @@ class CacheModel(RuleBasedStateMachine):
         assert (len(cache.reservations), len(cache.tickets)) == (0, 0)
         while leaves := [n for s in self.namespaces for n in s.nodes.values() if not n.first_child]:
             for leaf in leaves:
-                cache._evict(leaf)
+                cache.residents.evict(leaf)
         assert (cache.allocator.used, cache.allocator.free) == (0, cache.allocator.backed)
-        assert not cache.orphaned
+        assert not cache.residents.orphaned
         check_invariants(cache)
 
     def space(self, number: int) -> Namespace:
