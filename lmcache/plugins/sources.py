@@ -30,6 +30,7 @@ BUILT_IN = (
     "lmcache.plugins.eviction.tinylfu",
     "lmcache.plugins.eviction.gdsf",
     "lmcache.plugins.eviction.prefix_aware",
+    "lmcache.plugins.storage.disk",
     "lmcache.engines.reference.adapter",
     "lmcache.engines.vllm.adapter",
 )
