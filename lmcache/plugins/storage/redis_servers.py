@@ -58,7 +58,11 @@ class Server:
             except ResponseError:
                 self._give_back(line)
                 raise
-            except (RedisError, OSError) as error:
+            except (
+                RedisError,
+                OSError,
+                ValueError,
+            ) as error:  # ValueError: a reply that is no number where one belongs
                 self._give_up(line)
                 raise self._failed(error, line) from error
             except BaseException:

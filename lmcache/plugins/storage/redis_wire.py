@@ -4,6 +4,7 @@ redis-py connects, encrypts, logs in and reads small replies. What it is not use
 bytes of a blob go from the caller's buffers to the socket and back as they are, with the interpreter's lock released.
 """
 
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -183,9 +184,10 @@ class Line:
         if head[:1] == b"-":
             error: Exception = DefaultParser.parse_error(head[1 : begin - 2].decode(errors="replace"))  # type: ignore[no-untyped-call]
             raise error
-        if head[:1] != b"$":
+        told = re.fullmatch(rb"\$(-1|\d{1,12})\r\n", head[:begin])
+        if not told:
             raise ConnectionError(f"the server answered GET with {bytes(head[:16])!r}")
-        length = int(head[1 : begin - 2])
+        length = int(told[1])
         if length < 0:
             return 0
         self._receive(memoryview(head)[begin:filled], into, length)
