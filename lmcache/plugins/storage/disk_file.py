@@ -88,7 +88,8 @@ def _read_from(fd: int, views: list[memoryview], wanted: int, deadline: float) -
         _check(deadline)
         read = os.preadv(fd, _batch(views), got)
         got += read
-        if not read or read % ALIGNMENT:  # the end of the file, which may have been cut meanwhile
+        # the file may have been cut meanwhile; direct I/O ends in the middle of a block only where the file does
+        if not read or (read % ALIGNMENT and _is_direct(fd)):
             break
         views = _behind(views, read)
     return got
