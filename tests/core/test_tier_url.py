@@ -72,8 +72,10 @@ def test_secrets_come_from_the_environment_or_a_file_and_are_not_shown(tmp_path,
         ("", "--l2  is no URL of a tier; write it like disk:///path?size_gb=100"),
         (
             "disk:///c?size=1",
-            "--l2 disk:// has no option 'size'; the options are codec, level, password_env, password_file, path_of, "
-            "size_gb, store, threads, timeout_s",
+            (
+                "--l2 disk:// has no option 'size'; the options are codec, level, password_env, password_file, "
+                "path_of, size_gb, store, threads, timeout_s"
+            ),
         ),
         ("disk:///c?size_gb", "--l2 disk:// has the option 'size_gb' without a value; write size_gb=VALUE"),
         ("disk:///c?size_gb=1&size_gb=2", "--l2 disk:// has the option 'size_gb' twice; drop one of the two"),
@@ -86,18 +88,24 @@ def test_secrets_come_from_the_environment_or_a_file_and_are_not_shown(tmp_path,
         ("disk:///c#d", "--l2 disk:// has a '#' in it; write %23 where you mean one"),
         (
             "redis://host:x",
-            "--l2 redis://host:x has no such host and port; write HOST or HOST:PORT, with brackets around an IPv6 "
-            "address",
+            (
+                "--l2 redis://host:x has no such host and port; write HOST or HOST:PORT, with brackets around an "
+                "IPv6 address"
+            ),
         ),
         (
             "redis://host:70000",
-            "--l2 redis://host:70000 has no such host and port; write HOST or HOST:PORT, with brackets around an IPv6 "
-            "address",
+            (
+                "--l2 redis://host:70000 has no such host and port; write HOST or HOST:PORT, with brackets around an "
+                "IPv6 address"
+            ),
         ),
         (
             "redis://host?password_env=NOT_SET_IN_TESTS",
-            "--l2 redis:// takes password from the variable NOT_SET_IN_TESTS, which is not set; set it in the "
-            "environment of the server",
+            (
+                "--l2 redis:// takes password from the variable NOT_SET_IN_TESTS, which is not set; set it in the "
+                "environment of the server"
+            ),
         ),
         (
             "redis://host?password_env=A&password_file=B",
@@ -112,7 +120,7 @@ def test_what_cannot_be_is_refused_with_what_to_write(url, says):
 
 
 def test_a_secret_file_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="takes password from .*/none, which cannot be read: .*No such file"):
+    with pytest.raises(ConfigError, match=r"takes password from .*/none, which cannot be read: .*No such file"):
         settle(f"redis://host?password_file={tmp_path}/none")
 
 
