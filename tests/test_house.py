@@ -11,8 +11,8 @@ import pytest
 import lmcache
 
 ENGINES = {"torch", "vllm", "sglang", "tensorrt_llm", "numpy"}
-DEAR = {"rich", "prometheus_client", "matplotlib"}
-"""Paid for only by the command that shows a table, exports metrics or draws."""
+DEAR = {"rich", "prometheus_client", "matplotlib", "zstandard", "cryptography", "redis", "obstore"}
+"""Paid for only by who shows a table, exports metrics, draws, compresses, encrypts or has such a tier."""
 
 LIGHT = ["lmcache.geometry", "lmcache.core", "lmcache.plugins", "lmcache.simulator", "lmcache.cli"]
 """Packages that must work where no engine is."""

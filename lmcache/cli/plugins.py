@@ -22,6 +22,12 @@ def plugins(plugin_names: tuple[str, ...], as_json: bool) -> None:
         return
     for each in found:
         click.echo(f"{each.name} ({f'{each.origin} {each.distribution}'.strip()})")
-        for what, names in (("eviction policies", each.policies), ("engines", each.adapters), ("hooks", each.hooks)):
+        for what, names in (
+            ("eviction policies", each.policies),
+            ("storage tiers", each.tiers),
+            ("codecs", each.codecs),
+            ("engines", each.adapters),
+            ("hooks", each.hooks),
+        ):
             if names:
                 click.echo(f"    {what}: {', '.join(names)}")

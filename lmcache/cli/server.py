@@ -6,8 +6,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from lmcache.cli.options import WholeNumber, address_text, chunk_size_text, gigabytes, plugin_names, size_text
+from lmcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache.core.config import ServerConfig
@@ -114,6 +116,7 @@ def server(
     """Run the cache server until SIGTERM or SIGINT, which let stores in flight finish; a second one ends it at once."""
     from lmcache.core.config import KIB, ServerConfig
 
+    _check_recording(record, record_mb)
     config = ServerConfig(
         host=host,
         port=port,
@@ -125,6 +128,16 @@ def server(
     )
     _start_logging(log_level)
     _serve(config, eviction_policy, plugin_names, record, record_mb << 20)
+
+
+def _check_recording(record: str | None, record_mb: int) -> None:
+    """ConfigError for a bound that would bound nothing: whoever gives one expects a recording."""
+    given = click.get_current_context().get_parameter_source("record_mb") is not ParameterSource.DEFAULT
+    if given and record is None:
+        raise ConfigError(
+            f"--record-mb {record_mb} bounds a recording, and no --record asks for one",
+            remedy="add --record FILE, or leave --record-mb out",
+        )
 
 
 def _start_logging(level: str) -> None:

@@ -91,15 +91,17 @@ def simulate(
     if plot_file:
         check_plot(plot_file)
     loaded = [read_trace(path, chunk_size, bytes_per_token or 0) for path in dict.fromkeys(traces)]
-    wished = [asked or usual_capacities(trace) for trace in loaded]
-    for trace, wishes in zip(loaded, wished, strict=True):
+    wished = [(asked, []) if asked else usual_capacities(trace) for trace in loaded]
+    for trace, (wishes, _) in zip(loaded, wished, strict=True):
         fit_capacities(wishes, trace)  # whatever is wrong with any of them shall not come up after minutes
     found = []
-    for trace, wishes in zip(loaded, wished, strict=True):
+    for trace, (wishes, too_small) in zip(loaded, wished, strict=True):
         with _progress(trace, len(wishes) * (len(makers) + 1)) as step:
             found.append(compare(trace, wishes, makers, batches=eviction == "watermark", progress=step))
         if not as_json:
             click.echo(("\n" if len(found) > 1 else "") + as_text(found[-1]))
+            if too_small:
+                click.echo(f"left out: {', '.join(too_small)}, which are less than the two chunks that a server needs")
     if as_json:
         click.echo(json.dumps({"traces": [as_dict(each) for each in found]}, indent=2))
     if plot_file:

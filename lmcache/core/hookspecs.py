@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # click is imported by `cli` only: a plugin module must stay 
     import click
 
     from lmcache.core.adapter import EngineAdapter
+    from lmcache.core.codec import Codec
+    from lmcache.core.tier import StorageTier
 
 PROJECT = "lmcache"
 """The entry-point group in which distributions announce plugin modules."""
@@ -34,6 +36,24 @@ def lmcache_register_eviction_policies() -> list[type[EvictionPolicy]]:  # type:
 
     Two plugins that return policies of one name (compared without case) stop the start; both are named. The server
     makes one instance of the class that is chosen, without arguments.
+    """
+
+
+@hookspec
+def lmcache_register_storage_tiers() -> "list[type[StorageTier]]":  # type: ignore[empty-body]
+    """Kinds of tiers, for `--l2 SCHEME://…`. Called once, when a process builds its plugin manager.
+
+    Two plugins that return classes of one scheme stop the start. The server makes one instance for each URL of the
+    scheme; what a tier needs besides lmcache is imported then, by its `__init__`, not by the plugin's module.
+    """
+
+
+@hookspec
+def lmcache_register_codecs() -> "list[type[Codec]]":  # type: ignore[empty-body]
+    """Codecs, for `codec=NAME` in the URL of a tier. Called once, when a process builds its plugin manager.
+
+    Two plugins that return codecs of one name stop the start. The server makes one instance for each tier that names
+    it; what a codec needs besides lmcache is imported then, by its `__init__`, not by the plugin's module.
     """
 
 

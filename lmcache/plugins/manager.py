@@ -6,18 +6,21 @@ what they return is used directly from then on, so that nothing on a hot path go
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pluggy
 
 from lmcache.core import hookspecs
 from lmcache.core.adapter import EngineAdapter
+from lmcache.core.codec import Codec
 from lmcache.core.policy import EvictionPolicy
+from lmcache.core.tier import StorageTier
 from lmcache.errors import PluginError
 from lmcache.geometry.groups import GroupKind
 from lmcache.plugins.checks import HOOKS, check_plugin
 from lmcache.plugins.offers import Offers
+from lmcache.plugins.opening import OpenedTier, open_tier
 from lmcache.plugins.sources import BLOCK, Origin, Source, announced, built_in, chosen, suggestion
 
 if TYPE_CHECKING:  # only `cli` imports click
@@ -39,6 +42,10 @@ class PluginDescription:
     """Hooks that it implements."""
     policies: tuple[str, ...]
     """Eviction policies that it offers, as users write them."""
+    tiers: tuple[str, ...]
+    """Schemes of `--l2` that it has a tier for."""
+    codecs: tuple[str, ...]
+    """Codecs that it offers."""
     adapters: tuple[str, ...]
     """Engines that it has an adapter for."""
 
@@ -57,8 +64,12 @@ class PluginManager:
         for source in _select(names):
             self._load(source)
         self._policies = Offers("eviction policy", EvictionPolicy, "name")  # type: ignore[type-abstract]  # never built
+        self._tiers = Offers("storage tier", StorageTier, "scheme")  # type: ignore[type-abstract]  # never built
+        self._codecs = Offers("codec", Codec, "name")  # type: ignore[type-abstract]  # never built
         self._adapters = Offers("engine adapter", EngineAdapter, "engine")
         self._collect("lmcache_register_eviction_policies", self._policies)
+        self._collect("lmcache_register_storage_tiers", self._tiers)
+        self._collect("lmcache_register_codecs", self._codecs)
         self._collect("lmcache_register_engine_adapters", self._adapters)
 
     # ------------------------------------------------------------------------------------------------------ looking up
@@ -78,6 +89,14 @@ class PluginManager:
                 f"the eviction policy {name!r}, {where}, cannot be made: {_cause(error)}",
                 remedy="choose another, or repair it: a policy is made without arguments",
             ) from error
+
+    def open_tier(self, url: str) -> OpenedTier:
+        """Open the tier that `--l2 url` names. Raises ConfigError (PluginError for a scheme or codec nobody offers)."""
+        return open_tier(url, self._tiers, self._codecs)
+
+    def find_tier(self, scheme: str) -> type[StorageTier]:
+        """The tier of a scheme, case ignored; PluginError lists the known ones."""
+        return self._tiers.find(scheme)
 
     def find_adapter(self, engine: str) -> type[EngineAdapter]:
         """The adapter of an engine, case ignored; PluginError lists the known ones."""
@@ -112,6 +131,8 @@ class PluginManager:
                 distribution=f"{source.distribution} {source.version}".strip(),
                 hooks=tuple(h for h in HOOKS if any(self._owner(i) is source for i in self._implementations(h))),
                 policies=self._policies.names(source),
+                tiers=self._tiers.names(source),
+                codecs=self._codecs.names(source),
                 adapters=self._adapters.names(source),
             )
             for source in self._sources.values()
@@ -153,7 +174,7 @@ class PluginManager:
         self._sources[source.name] = source
         self._pluggy.register(plugin, source.name)
 
-    def _collect(self, hook: str, offers: Offers[EvictionPolicy] | Offers[EngineAdapter]) -> None:
+    def _collect(self, hook: str, offers: Offers[Any]) -> None:
         for impl in self._implementations(hook):
             offers.add_all(self._call(impl), self._owner(impl), hook)
 

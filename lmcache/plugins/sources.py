@@ -30,6 +30,10 @@ BUILT_IN = (
     "lmcache.plugins.eviction.tinylfu",
     "lmcache.plugins.eviction.gdsf",
     "lmcache.plugins.eviction.prefix_aware",
+    "lmcache.plugins.storage.disk",
+    "lmcache.plugins.codecs.zstd",
+    "lmcache.plugins.codecs.zstd_bf16",
+    "lmcache.plugins.codecs.aes_gcm",
     "lmcache.engines.reference.adapter",
     "lmcache.engines.vllm.adapter",
 )

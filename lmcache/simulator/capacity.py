@@ -68,15 +68,19 @@ def parse_capacity(text: str) -> Wish:
     )
 
 
-def usual_capacities(trace: Trace) -> list[Wish]:
-    """What is replayed where nobody has asked for anything: those shares that a server could run with."""
+def usual_capacities(trace: Trace) -> tuple[list[Wish], list[str]]:
+    """What is replayed where nobody has asked for anything: shares of the trace; and those too small for a server.
+
+    Where all of them are too small, what holds everything stands in for them. ConfigError if a server needs more.
+    """
     wishes = [parse_capacity(text) for text in DEFAULT]
     fitting = []
     for wish in wishes:
         with contextlib.suppress(ConfigError):
             fit_capacities([wish], trace)
             fitting.append(wish)
-    return fitting or wishes
+    left_out = [wish.text for wish in wishes if wish not in fitting]
+    return fitting or [parse_capacity("100%")], left_out
 
 
 def fit_capacities(wishes: Sequence[Wish], trace: Trace) -> list[Capacity]:

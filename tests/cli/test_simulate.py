@@ -98,6 +98,30 @@ def test_without_flags_all_policies_are_replayed_at_six_capacities(simulate, lmc
     assert len(results) == 6 * (len(known) + 1)
 
 
+def test_usual_capacities_that_are_too_small_for_a_tiny_recording_are_left_out_and_named(simulate, small) -> None:
+    done = simulate(small, "--policy", "LRU")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-3:] == [
+        "capacity  chunks   LRU    opt",
+        "     40%       2  0.00  33.33",
+        "left out: 1%, 2%, 5%, 10%, 20%, which are less than the two chunks that a server needs",
+    ]
+    assert [r["capacity"] for r in json.loads(simulate(small, "--json").stdout)["traces"][0]["results"]][:1] == ["40%"]
+
+
+def test_of_a_recording_that_is_too_small_for_any_usual_capacity_all_is_kept(simulate, tmp_path) -> None:
+    path = tmp_path / "tiny.jsonl"
+    path.write_text('{"input_length": 1536, "hash_ids": [1, 2, 3]}\n' * 2)
+    done = simulate(str(path), "--policy", "LRU")
+
+    assert done.stdout.splitlines()[-3:] == [
+        "capacity  chunks    LRU    opt",
+        "    100%       3  16.67  50.00",
+        "left out: 1%, 2%, 5%, 10%, 20%, 40%, which are less than the two chunks that a server needs",
+    ]
+
+
 def test_a_third_partys_policy_is_replayed_through_the_same_door_as_at_the_server(simulate, small, tmp_path) -> None:
     plugin = tmp_path / "oldest.py"
     plugin.write_text(
@@ -244,6 +268,16 @@ def test_a_server_does_not_start_where_it_cannot_record(lmcache, tmp_path) -> No
     assert done.stderr == (
         f"lmcache: --record {tmp_path}/none/file cannot be written: No such file or directory; name a file in a folder "
         "of the server's user, on a disk with room\n"
+    )
+
+
+def test_a_bound_for_a_recording_that_nobody_asked_for_is_refused(lmcache) -> None:
+    done = lmcache("server", "--port", "0", "--record-mb", "64")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "lmcache: --record-mb 64 bounds a recording, and no --record asks for one; add --record FILE, or leave "
+        "--record-mb out\n"
     )
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 import click
 
 from lmcache.core.adapter import EngineAdapter
+from lmcache.core.codec import Codec
 from lmcache.core.hookspecs import hookimpl
+from lmcache.core.tier import StorageTier
 from lmcache.geometry.groups import GroupKind
 from lmcache.plugins.eviction.lru import LRU
 from lmcache.plugins.manager import PluginManager
@@ -14,6 +16,25 @@ from lmcache.plugins.manager import PluginManager
 
 class Policy(LRU):
     name = "every-hook"
+
+
+class Tier(StorageTier):
+    scheme = "every-hook"
+
+    def __init__(self, location): ...
+    def store(self, key, parts, deadline): ...
+    def load(self, key, into, deadline): ...
+    def contains(self, keys, deadline): ...
+    def delete(self, keys, deadline): ...
+    def keys(self): ...
+
+
+class Reverse(Codec):
+    name = "every-hook"
+
+    def __init__(self, options): ...
+    def encode(self, parts, about): ...
+    def decode(self, stored, into, about): ...
 
 
 class Adapter(EngineAdapter):
@@ -35,6 +56,18 @@ def note(hook, *arguments):
 def lmcache_register_eviction_policies():
     note("lmcache_register_eviction_policies")
     return [Policy]
+
+
+@hookimpl
+def lmcache_register_storage_tiers():
+    note("lmcache_register_storage_tiers")
+    return [Tier]
+
+
+@hookimpl
+def lmcache_register_codecs():
+    note("lmcache_register_codecs")
+    return [Reverse]
 
 
 @hookimpl

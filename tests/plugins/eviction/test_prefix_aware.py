@@ -154,3 +154,43 @@ def test_of_two_kinds_the_one_that_returns_is_worth_more():
         returns.advance()
     assert returns.worth[0][0] > 5 * returns.worth[1][0]
     assert returns._entered[0][bin_of(EDGES[3])] == 0  # all had returned by then
+
+
+def test_returns_are_counted_for_the_kind_that_the_life_began_as():
+    returns = Returns(2)
+    lives = [Life(kind=number % 2) for number in range(200)]
+    for life in lives:
+        returns.begin(life)
+    for life in lives[1::2]:
+        returns.end(life)
+    assert sum(returns._returned[0]) == 0
+    assert sum(returns._returned[1]) == sum(returns._entered[1]) > 10
+
+
+def test_a_life_that_ended_and_began_anew_does_not_enter_the_bins_of_the_one_before():
+    returns = Returns(1)
+    lives = [Life() for _ in range(400)]
+    for life in lives:
+        returns.begin(life)
+    returns.now += EDGES[1] - 1
+    for life in lives:
+        returns.end(life)
+        returns.begin(life)
+    returns.now += 1  # the first lives, had they not ended, would be as old as the second bin
+    returns.advance()
+    assert returns._entered[0][:2] == [pytest.approx(200, abs=50), 0]
+    returns.now += EDGES[1]
+    returns.advance()
+    assert returns._entered[0][:2] == [pytest.approx(200, abs=50), pytest.approx(100, abs=40)]
+
+
+def test_a_chunk_that_is_forgotten_says_nothing_about_the_ages_that_it_did_not_reach():
+    policy = PrefixAware()
+    for number in range(3 * FEWEST_GHOSTS):
+        node = FakeNode(key=number)
+        store(policy, [node])
+        policy.remove(node)
+    # the oldest that is remembered is as old as there are ghosts, so nobody can be seen to return later than that
+    late = [sum(kind[number] for kind in policy._returns._entered) for number in range(BINS)]
+    assert late[bin_of(FEWEST_GHOSTS) - 1] > 100
+    assert late[bin_of(FEWEST_GHOSTS) + 1 :] == [0] * (BINS - bin_of(FEWEST_GHOSTS) - 1)

@@ -1,16 +1,4 @@
-"""Conformance suites: what a third party runs against its own plugin. Needs pytest and hypothesis (`lmcache[test]`).
-
-    from lmcache.plugins.testing import EvictionPolicySuite
-
-    class TestMyPolicy(EvictionPolicySuite):
-        def make_policy(self):
-            return MyPolicy()
-
-pytest then runs every test of `EvictionPolicySuite` against `MyPolicy`. They check that it keeps its promises, not that
-its order is a good one: write tests of your own for that, with `make_chain`.
-
-One module, though a long one: third parties import it by one name, and read it to see what is asked of them.
-"""
+"""The conformance suite of eviction policies, and what it drives them with."""
 
 import abc
 import contextlib

@@ -1,0 +1,216 @@
+"""One tier and its codec, seen from the cache: payloads out of the arena and back into it, and never a wrong byte.
+
+Everything that a tier gives back is verified before it is called loaded: `blob_format` says what stands where. Called
+by tiering's threads, and by `lmcache tier`; blocks.
+"""
+
+import enum
+import mmap
+import threading
+from collections.abc import Mapping, Sequence
+
+import attrs
+import xxhash
+
+from lmcache.core.blob_format import ALIGNMENT, BlobHeader, Finding, blob_key, encode_facts, header_bytes, read_header
+from lmcache.core.codec import Codec
+from lmcache.core.tier import Buffer, StorageTier
+from lmcache.errors import CodecError
+
+_NAMESPACES = 1024
+"""Namespaces whose encoded facts are remembered: more would be a client that sends a new one each time."""
+
+
+class Loaded(enum.Enum):
+    """What became of a load."""
+
+    LOADED = "loaded"
+    """The payload is in the buffers, every byte of it verified."""
+    ABSENT = "absent"
+    """The tier has no such blob."""
+    DAMAGED = "damaged"
+    """What was there was not what had been stored. It is deleted."""
+    FOREIGN = "foreign"
+    """What is there is not ours to read: encrypted with another key or, in a tier that is shared, somebody else's value
+    or another version's. It is left alone; `contains` goes on saying that it is there, and a store replaces it."""
+
+
+@attrs.frozen
+class BlobIdentity:
+    """Which shard of which object a blob is, and what else its header says of it."""
+
+    namespace: bytes
+    """Digest of the facts."""
+    facts: Mapping[str, str] = attrs.field(eq=False, repr=False)
+    """The namespace in clear."""
+    chain_hash: bytes
+    group: int
+    shard: int
+    tenant: str = attrs.field(eq=False)
+    chunk_size: int = attrs.field(eq=False)
+    """Tokens."""
+
+    @property
+    def key(self) -> str:
+        """What a tier without a codec knows it by. Never of the tenant: a chunk is the same whoever stored it."""
+        return blob_key(self.namespace, self.chain_hash, self.group, self.shard, "")
+
+
+class BlobStore:
+    """One tier and its codec. Thread-safe; every method blocks, and raises what the tier raises: OSError, as a rule.
+
+    Without a codec payloads go from and into the caller's buffers; with one they pass through a buffer for each thread,
+    which is as large as the largest blob that it has seen.
+    """
+
+    def __init__(self, tier: StorageTier, codec: Codec | None = None) -> None:
+        self.tier = tier
+        self.codec = codec
+        self._codec_name = codec.name if codec else ""
+        self._facts: dict[bytes, bytes] = {}
+        self._scratch = _Scratch()
+
+    def key(self, identity: BlobIdentity) -> str:
+        """What the tier knows this blob by: `identity.key` without a codec."""
+        return blob_key(identity.namespace, identity.chain_hash, identity.group, identity.shard, self._codec_name)
+
+    def store(self, identity: BlobIdentity, payload: Sequence[memoryview], deadline: float) -> int:
+        """Keep `payload`, all of it or nothing; returns the bytes that the blob takes in the tier.
+
+        `payload` must not change meanwhile. Raises TierError, or OSError, when it is not kept.
+        """
+        key, raw = self.key(identity), sum(map(len, payload))
+        stored: Sequence[Buffer] = payload
+        if self.codec is not None:
+            stored = [self._encode(self.codec, payload, key, raw)]
+        header = BlobHeader(
+            key,
+            identity.namespace,
+            identity.chain_hash,
+            identity.group,
+            identity.shard,
+            identity.chunk_size,
+            raw,
+            sum(map(len, stored)),
+            self._codec_name,
+            _checksum(stored),
+            identity.tenant,
+            self._encoded_facts(identity),
+        )
+        head = self._scratch.header(header.header_bytes)
+        header.write_into(head)
+        self.tier.store(key, [head, *stored], deadline)
+        return header.blob_bytes
+
+    def load(self, identity: BlobIdentity, into: Sequence[memoryview], deadline: float) -> Loaded:
+        """Fill `into`, which together must be as long as the payload that was stored, and verify it.
+
+        Unless the answer is LOADED, anything may be in the buffers. Raises TierError, or OSError, when the tier could
+        not read; whatever the tier holds then is left as it is.
+        """
+        key, raw = self.key(identity), sum(map(len, into))
+        head = self._scratch.header(header_bytes(self._encoded_facts(identity)))
+        body = list(into) if self.codec is None else [self._scratch.payload(_most_stored(raw))]
+        length = self.tier.load(key, [head, *body], deadline)
+        if not length:
+            return Loaded.ABSENT
+        answer = self._verified(key, raw, head[:length], body, length)
+        if isinstance(answer, BlobHeader):
+            if self.codec is None or self._decoded(self.codec, body[0][: answer.stored_bytes], into, key):
+                return Loaded.LOADED
+            return Loaded.FOREIGN
+        if answer is Finding.FOREIGN and self.tier.shared:
+            return Loaded.FOREIGN
+        self.tier.delete([key], deadline)
+        return Loaded.DAMAGED
+
+    def contains(self, identities: Sequence[BlobIdentity], deadline: float) -> list[bool]:
+        """For each, whether the tier has a blob under its key: `load` alone tells whether it is whole."""
+        return self.tier.contains([self.key(identity) for identity in identities], deadline)
+
+    def delete(self, identities: Sequence[BlobIdentity], deadline: float) -> None:
+        """Make the tier forget these."""
+        self.tier.delete([self.key(identity) for identity in identities], deadline)
+
+    def _encoded_facts(self, identity: BlobIdentity) -> bytes:
+        facts = self._facts.get(identity.namespace)
+        if facts is None:
+            if len(self._facts) >= _NAMESPACES:
+                self._facts.clear()
+            facts = self._facts[identity.namespace] = encode_facts(identity.facts)
+        return facts
+
+    @staticmethod
+    def _verified(
+        key: str, raw: int, head: memoryview, body: Sequence[memoryview], length: int
+    ) -> BlobHeader | Finding:
+        """The header of what was read, if everything about it is right."""
+        header = read_header(head)
+        if isinstance(header, Finding):
+            return header
+        right = (
+            header.key == key
+            and header.raw_bytes == raw
+            # a header of another length would have shifted the payload in its buffers
+            and header.header_bytes == len(head)
+            and header.blob_bytes == length
+            and header.stored_bytes <= sum(map(len, body))
+            and header.checksum == _checksum(body, header.stored_bytes)
+        )
+        return header if right else Finding.DAMAGED
+
+    @staticmethod
+    def _encode(codec: Codec, payload: Sequence[memoryview], key: str, raw: int) -> bytes:
+        stored = codec.encode(payload, bytes.fromhex(key))
+        if len(stored) > _most_stored(raw):
+            # no reader would make room for it
+            raise CodecError(f"the codec {codec.name} makes {len(stored)} bytes of {raw}, too many to be read back")
+        return stored
+
+    @staticmethod
+    def _decoded(codec: Codec, stored: memoryview, into: Sequence[memoryview], key: str) -> bool:
+        try:
+            codec.decode(stored, into, bytes.fromhex(key))
+        except CodecError:
+            # these are the bytes that were stored, so it is we who lack what it takes to read them: another's key
+            return False
+        return True
+
+
+def _most_stored(raw: int) -> int:
+    """Bytes that a codec may make of `raw` bytes that it cannot make fewer."""
+    return raw + raw // 64 + ALIGNMENT
+
+
+def _checksum(parts: Sequence[Buffer], length: int | None = None) -> bytes:
+    """xxh3_128 of `parts` joined, or of their first `length` bytes."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        if length is not None:
+            part = memoryview(part)[:length]  # noqa: PLW2901  # the rest is not hashed
+            length -= len(part)
+        state.update(part)
+    return state.digest()
+
+
+class _Scratch(threading.local):
+    """Page-aligned buffers of each thread, so that tiers with direct I/O need not copy. Their contents are anything."""
+
+    def __init__(self) -> None:
+        self._header = self._payload = memoryview(b"")
+
+    def header(self, length: int) -> memoryview:
+        """For a header."""
+        if len(self._header) < length:
+            self._header = _aligned(length)
+        return self._header[:length]
+
+    def payload(self, length: int) -> memoryview:
+        """For a stored payload."""
+        if len(self._payload) < length:
+            self._payload = _aligned(length)
+        return self._payload[:length]
+
+
+def _aligned(length: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, -(-length // ALIGNMENT) * ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -1,0 +1,288 @@
+"""`disk:///folder?size_gb=100`: blobs in files of one folder, on this host.
+
+*What holds after a crash.* A blob is written under a name of its own in its sub-folder, then renamed to its key: a
+reader finds the old blob, the new one or none, whenever the process is killed. Nothing is flushed to the device by
+default: should the host lose power, a file may be there whose bytes are not, and is found out and deleted when it is
+read, since every blob is verified then. `sync=on` flushes a blob before it gets its name, and the name after.
+
+*What is counted.* Files in blocks of 4096 bytes, those that are being written included: they never take more than the
+limit. Before a blob is written, as many go as must; the order is an eviction policy's. Times of modification keep the
+order of use, to a minute, for the next start.
+
+*Who may use the folder.* One server at a time, which holds a lock on it.
+"""
+
+import contextlib
+import errno
+import importlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+from lmcache.core.hookspecs import hookimpl
+from lmcache.core.policy import EvictionPolicy
+from lmcache.core.tier import Buffer, StorageTier, TierLocation, TierUsage
+from lmcache.core.tier_url import choice, positive_number
+from lmcache.errors import ConfigError, TierError
+from lmcache.plugins.storage import disk_file
+from lmcache.plugins.storage.disk_folder import DiskFolder
+from lmcache.plugins.storage.disk_index import BLOCK, DiskIndex, Entry, blocks_of
+
+log = logging.getLogger("lmcache.tier")
+
+_USE_IS_NOTED = 60.0
+"""Seconds: a blob's time of modification is brought up to date by a load when it is older than that."""
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+
+
+class DiskTier(StorageTier):
+    """Blobs in files of one folder, bounded by bytes."""
+
+    scheme = "disk"
+    shared = False
+    options: ClassVar[Mapping[str, str]] = {
+        "size_gb": "GB (2^30 bytes) that the blobs may take on the disk",
+        "policy": "which blob goes when there is no room: one of lmcache's own eviction policies; LRU unless said "
+        "otherwise",
+        "sync": "on: a stored blob is on the device before it counts as stored; off, unless said otherwise: the last "
+        "ones may be lost when the host, not the server, crashes",
+        "direct": "off: read and write through the page cache; auto, unless said otherwise: only where it must be",
+        "mode": "serve, unless said otherwise; read: change nothing, take no lock; repair: delete, but store nothing",
+    }
+
+    def __init__(self, location: TierLocation) -> None:
+        self._name = str(location)
+        if location.host or location.port:
+            raise ConfigError(f"--l2 {location} names a host", remedy=f"write disk:///{location.host}… for a folder")
+        options = location.options
+        self._mode = choice(self.scheme, "mode", options.get("mode", "serve"), ("serve", "read", "repair"))
+        self._sync = choice(self.scheme, "sync", options.get("sync", "off"), ("on", "off")) == "on"
+        direct = choice(self.scheme, "direct", options.get("direct", "auto"), ("auto", "off")) == "auto"
+        self._index = DiskIndex(_policy(options.get("policy", "LRU")), self._limit(options))
+        self._folder = DiskFolder(location.path)
+        self._lock = threading.Lock()
+        """Around the index, and whatever makes it and the folder differ: a name given to a file or taken from it."""
+        self._numbers = itertools.count()
+        self._evicted = 0
+        if self._mode != "read":
+            self._folder.lock()
+        try:
+            self._open(direct)
+        except BaseException:
+            self._folder.close()
+            raise
+
+    def store(self, key: str, parts: Sequence[Buffer], deadline: float) -> None:
+        """Write a file, then give it its name; room is made before. TierError with the cause when it is not kept."""
+        if self._mode != "serve":
+            raise TierError(f"{self._name} is open to {self._mode}, not to store")
+        length = sum(map(len, parts))
+        with self._failures(f"store {key}"), self._room_for(blocks_of(length)):
+            path = self._folder.part_path(key, next(self._numbers))
+            try:
+                self._write(path, key, parts, deadline)
+                self._publish(path, Entry(key, length, time.time()))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                raise
+
+    def load(self, key: str, into: Sequence[memoryview], deadline: float) -> int:
+        """Read a file. One that is gone, or was never ours, is no blob."""
+        with self._lock:
+            entry = self._index.get(key)
+        if entry is None:
+            return 0
+        with self._failures(f"load {key}"):
+            try:
+                fd = disk_file.open_old(self._folder.blob_path(key), into, self._direct)
+            except FileNotFoundError:
+                with self._lock:
+                    self._index.remove(entry)
+                return 0
+            try:
+                length = disk_file.read(fd, into, deadline)
+                self._used(entry, fd)
+            finally:
+                os.close(fd)
+            return length
+
+    def contains(self, keys: Sequence[str], deadline: float) -> list[bool]:
+        """Answered from memory."""
+        with self._lock:
+            return [self._index.get(key) is not None for key in keys]
+
+    def delete(self, keys: Sequence[str], deadline: float) -> None:
+        """Remove files."""
+        if self._mode == "read":
+            raise TierError(f"{self._name} is open to read, not to delete")
+        for key in keys:
+            with self._failures(f"delete {key}"), self._lock:
+                entry = self._index.get(key)
+                if entry is not None:
+                    self._remove(entry)
+
+    def keys(self) -> Iterator[tuple[str, int]]:
+        """Those that are there now."""
+        with self._lock:
+            found = [(entry.key, entry.length) for entry in self._index]
+        return iter(found)
+
+    def usage(self) -> TierUsage:
+        """Exact, in blocks of the filesystem."""
+        index = self._index
+        limit = None if index.limit is None else index.limit * BLOCK
+        return TierUsage(len(index), index.used * BLOCK, limit, self._evicted)
+
+    def close(self) -> None:
+        """Let another server have the folder."""
+        self._folder.close()
+
+    # ------------------------------------------------------------------------------------------------------ at opening
+
+    def _limit(self, options: Mapping[str, str]) -> int | None:
+        if "size_gb" not in options:
+            if self._mode == "serve":
+                raise ConfigError(f"--l2 {self._name} has no size_gb", remedy="say what it may take: ?size_gb=100")
+            return None
+        limit = int(positive_number(self.scheme, "size_gb", options["size_gb"]) * 2**30) // BLOCK
+        if not limit:
+            raise ConfigError(f"--l2 {self._name} has size_gb={options['size_gb']}, less than a block of {BLOCK} bytes")
+        return limit
+
+    def _open(self, direct: bool) -> None:
+        try:
+            self._index.restore(self._folder.scan(clean=self._mode != "read"))
+            refusal = self._folder.direct_io() if direct and self._mode == "serve" else None
+            self._make_room(0)
+        except OSError as error:
+            raise ConfigError(f"--l2 {self._name}: the folder cannot be used: {error}") from error
+        self._direct = direct and (refusal is None or refusal.errno in _NO_ROOM)
+        self.alignment = disk_file.ALIGNMENT if self._direct else 1
+        if refusal and not self._direct:
+            log.info("%s has no direct I/O (%s): blobs go through the page cache", self._name, refusal.strerror)
+        usage = self.usage()
+        log.info("%s holds %d blobs, %d bytes of at most %s", self._name, usage.blobs, usage.bytes, usage.limit_bytes)
+
+    # ---------------------------------------------------------------------------------------------------------- storing
+
+    @contextlib.contextmanager
+    def _room_for(self, blocks: int) -> Iterator[None]:
+        """Blocks that a file may take while it is written and has no name."""
+        with self._lock:
+            self._make_room(blocks)
+            self._index.reserved += blocks
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._index.reserved -= blocks
+
+    def _make_room(self, blocks: int) -> None:
+        while self._index.lacks(blocks):
+            if not self._evict():
+                raise TierError("there is nothing left to evict")
+
+    def _evict(self) -> Entry | None:
+        victim = self._index.victim()
+        if victim:
+            self._remove(victim)
+            self._evicted += 1
+        return victim
+
+    def _write(self, path: str, key: str, parts: Sequence[Buffer], deadline: float) -> None:
+        try:
+            self._write_once(path, parts, deadline)
+        except OSError as error:
+            if error.errno not in _NO_ROOM or not self._shrink(blocks_of(sum(map(len, parts)))):
+                raise
+            # others fill the filesystem, too: what it has for us is less than our limit
+            log.info("%s: no room on the filesystem; evicted some blobs for %s", self._name, key)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            self._write_once(path, parts, deadline)
+
+    def _write_once(self, path: str, parts: Sequence[Buffer], deadline: float) -> None:
+        try:
+            fd = disk_file.open_new(path, parts, self._direct)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(os.path.dirname(path), 0o700)
+            fd = disk_file.open_new(path, parts, self._direct)
+        try:
+            disk_file.write(fd, parts, deadline)
+            if self._sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _shrink(self, blocks: int) -> bool:
+        """Evict as many blocks, as far as there are any; whether anything went."""
+        with self._lock:
+            before = self._index.used
+            while before - self._index.used < blocks and self._evict():
+                pass
+            return self._index.used < before
+
+    def _publish(self, path: str, entry: Entry) -> None:
+        final = self._folder.blob_path(entry.key)
+        with self._lock:
+            os.rename(path, final)
+            self._index.add(entry)
+        if self._sync:
+            folder = os.open(os.path.dirname(final), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def _remove(self, entry: Entry) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._folder.blob_path(entry.key))
+        self._index.remove(entry)
+
+    # ---------------------------------------------------------------------------------------------------------- loading
+
+    def _used(self, entry: Entry, fd: int) -> None:
+        with self._lock:
+            self._index.touch(entry)
+        now = time.time()
+        if self._mode == "serve" and now - entry.used_at > _USE_IS_NOTED:
+            entry.used_at = now
+            with contextlib.suppress(OSError):  # the next start will think it older than it is
+                os.utime(fd)
+
+    @contextlib.contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        """Whatever the operating system says inside the block becomes a TierError that says what was tried."""
+        try:
+            yield
+        except OSError as error:
+            cause = error if isinstance(error, TierError) else error.strerror or error
+            raise TierError(f"{self._name} cannot {what}: {cause}") from error
+
+
+def _policy(name: str) -> EvictionPolicy:
+    """One of lmcache's own eviction policies, case ignored."""
+    from lmcache.plugins.sources import BUILT_IN
+
+    known: dict[str, type[EvictionPolicy]] = {}
+    for module in BUILT_IN:
+        if module.startswith("lmcache.plugins.eviction."):
+            for each in importlib.import_module(module).lmcache_register_eviction_policies():
+                known[each.name.casefold()] = each
+    if name.casefold() not in known:
+        names = ", ".join(sorted(each.name for each in known.values()))
+        raise ConfigError(f"--l2 disk:// has policy={name}", remedy=f"use one of {names}")
+    return known[name.casefold()]()
+
+
+@hookimpl
+def lmcache_register_storage_tiers() -> list[type[StorageTier]]:
+    """Offer the tier to `--l2 disk:///folder?size_gb=…`."""
+    return [DiskTier]

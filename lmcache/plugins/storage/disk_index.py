@@ -1,0 +1,119 @@
+"""Which blobs a folder holds, how many bytes they take, and which goes next. Pure bookkeeping: it touches no disk.
+
+Not thread-safe: `DiskTier` holds its lock around every call.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lmcache.core.policy import EvictionPolicy
+from lmcache.errors import TierError
+
+BLOCK = 4096
+"""Files are counted in whole blocks of so many bytes, as most filesystems give them out."""
+
+
+class Entry:
+    """A blob in the folder. To the eviction policy it is a chunk node without a parent."""
+
+    __slots__ = ("blocks", "key", "length", "policy_state", "used_at")
+
+    def __init__(self, key: str, length: int, used_at: float) -> None:
+        self.key = key
+        self.length = length
+        self.blocks = blocks_of(length)
+        self.used_at = used_at
+        """The file's time of modification as far as it is known here: when it was last stored or, roughly, loaded."""
+        self.policy_state: Any = None
+
+    @property
+    def parent(self) -> None:
+        """Nothing is known of chains here."""
+        return
+
+    @property
+    def depth(self) -> int:
+        """Nothing is known of chains here."""
+        return 0
+
+    @property
+    def tenant(self) -> str:
+        """Nothing is known of tenants here."""
+        return ""
+
+    @property
+    def cells(self) -> int:
+        """Room that it takes, in blocks."""
+        return self.blocks
+
+
+def blocks_of(length: int) -> int:
+    """Blocks that a file of `length` bytes takes."""
+    return -(-length // BLOCK)
+
+
+class DiskIndex:
+    """Entries by key, in the order of an eviction policy, within a limit in blocks; None for no limit."""
+
+    def __init__(self, policy: EvictionPolicy, limit: int | None) -> None:
+        self.limit = limit
+        self.used = 0
+        """Blocks of all entries."""
+        self.reserved = 0
+        """Blocks of files that are being written."""
+        self._policy = policy
+        self._entries: dict[str, Entry] = {}
+        if limit is not None:
+            policy.resize(limit)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def get(self, key: str) -> Entry | None:
+        """The entry of that key."""
+        return self._entries.get(key)
+
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Take in what a folder holds, in any order: what was used last will stay longest."""
+        for entry in sorted(entries, key=lambda each: each.used_at):
+            self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        """A blob is in the folder, in place of any other of its key."""
+        self.remove(self._entries.get(entry.key))
+        self._entries[entry.key] = entry
+        self.used += entry.blocks
+        self._policy.insert(entry)
+        self._policy.touch([entry])
+
+    def touch(self, entry: Entry) -> None:
+        """A blob was read. It may have left meanwhile."""
+        if self._entries.get(entry.key) is entry:
+            self._policy.touch([entry])
+
+    def remove(self, entry: Entry | None) -> None:
+        """A blob is no longer in the folder. It may have left before."""
+        if entry is not None and self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+            self.used -= entry.blocks
+            self._policy.remove(entry)
+
+    def lacks(self, blocks: int) -> bool:
+        """Whether something must go before `blocks` more fit. Raises TierError if they cannot fit at all."""
+        if self.limit is None or self.used + self.reserved + blocks <= self.limit:
+            return False
+        if self.reserved + blocks > self.limit:
+            raise TierError(
+                f"{blocks * BLOCK} bytes do not fit: the tier may take {self.limit * BLOCK}, of which "
+                f"{self.reserved * BLOCK} are being written"
+            )
+        return True
+
+    def victim(self) -> Entry | None:
+        """The entry that goes next; None when there is none."""
+        for node in self._policy.victims():
+            return self._entries[str(node.key)]
+        return None
