@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
+from lmcache.errors import ConfigError
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 GIB = 1 << 30
@@ -69,6 +71,22 @@ def gigabytes(text: str) -> int:
     return round(number * GIB)
 
 
+def tenant_sizes(flag: str, texts: Iterable[str], whole: int) -> dict[str, int]:
+    """Bytes for each tenant in `TENANT=GB` or `TENANT=25%` of `whole`; ConfigError for anything else."""
+    sizes: dict[str, int] = {}
+    for text in texts:
+        tenant, equals, size = text.rpartition("=")
+        number = size.removesuffix("%")
+        if not (equals and tenant) or not _is_number(number) or not 0 < float(number) < math.inf:
+            raise ConfigError(
+                f"{flag} {text!r} is no limit of a tenant", remedy=f"write {flag} NAME=2.5 (GB) or {flag} NAME=25%"
+            )
+        if tenant in sizes:
+            raise ConfigError(f"{flag} gives tenant {tenant} two sizes", remedy="give each tenant one")
+        sizes[tenant] = round(float(number) * (whole / 100 if size.endswith("%") else GIB))
+    return sizes
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)
@@ -91,6 +109,23 @@ def server_address(function: F) -> F:
     ):
         function = option(function)
     return function
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds(text: str) -> float:
+    """Seconds of a positive span of time, written `90s`, `10m`, `2h` or `7d`."""
+    unit = _SECONDS.get(text[-1:])
+    if unit is None or not _is_number(text[:-1]) or not 0 < float(text[:-1]) * unit < math.inf:
+        raise click.BadParameter(f"{text!r} is not a span of time; write something like 90s, 10m, 2h or 7d")
+    return float(text[:-1]) * unit
+
+
+def duration_text(span: float) -> str:
+    """A span of time for people, in the largest unit that it fills."""
+    unit = next((name for name in ("d", "h", "m") if span >= _SECONDS[name]), "s")
+    return f"{span / _SECONDS[unit]:.3g} {unit}"
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")

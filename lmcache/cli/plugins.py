@@ -24,6 +24,8 @@ def plugins(plugin_names: tuple[str, ...], as_json: bool) -> None:
         click.echo(f"{each.name} ({f'{each.origin} {each.distribution}'.strip()})")
         for what, names in (
             ("eviction policies", each.policies),
+            ("admission policies", each.admission),
+            ("retention policies", each.retention),
             ("storage tiers", each.tiers),
             ("codecs", each.codecs),
             ("engines", each.adapters),

@@ -5,10 +5,19 @@ import signal
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import attrs
 import click
 from click.core import ParameterSource
 
-from lmcache.cli.options import WholeNumber, address_text, chunk_size_text, gigabytes, plugin_names, size_text
+from lmcache.cli.options import (
+    WholeNumber,
+    address_text,
+    chunk_size_text,
+    gigabytes,
+    plugin_names,
+    size_text,
+    tenant_sizes,
+)
 from lmcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,6 +68,34 @@ if TYPE_CHECKING:
     help="Who goes first when L1 is full; `lmcache plugins` lists what there is.",
 )
 @click.option(
+    "--quota",
+    "quotas",
+    multiple=True,
+    metavar="TENANT=SIZE",
+    help="Most that a tenant's chunks may take of L1, in GB or as 25%; TENANT * is each tenant that is not named. "
+    "Repeatable.",
+)
+@click.option(
+    "--guarantee",
+    "guarantees",
+    multiple=True,
+    metavar="TENANT=SIZE",
+    help="What other tenants cannot take from one, once its chunks fill it: in GB or as 25%. Repeatable.",
+)
+@click.option(
+    "--admission",
+    multiple=True,
+    metavar="NAME",
+    help="Ask an admission policy whether a chunk is to be stored at all; `lmcache plugins` lists them. Repeatable: "
+    "each has a veto.",
+)
+@click.option(
+    "--retention",
+    multiple=True,
+    metavar="NAME",
+    help="Ask a retention policy how long chunks are to stay. Repeatable: of several hints the strictest counts.",
+)
+@click.option(
     "--max-workers",
     type=WholeNumber("use 1 to 256"),
     default=2,
@@ -100,12 +137,17 @@ if TYPE_CHECKING:
     help="What is logged, to standard error.",
 )
 def server(
+    *,
     host: str,
     port: int,
     chunk_size: int | None,
     l1_bytes: int,
     cell_kib: int,
     eviction_policy: str,
+    quotas: tuple[str, ...],
+    guarantees: tuple[str, ...],
+    admission: tuple[str, ...],
+    retention: tuple[str, ...],
     max_workers: int,
     plugin_names: tuple[str, ...],
     socket_dir: str | None,
@@ -125,9 +167,12 @@ def server(
         cell_bytes=cell_kib * KIB,
         max_workers=max_workers,
         socket_dir=socket_dir,
+        quotas=tenant_sizes("--quota", quotas, l1_bytes),
+        guarantees=tenant_sizes("--guarantee", guarantees, l1_bytes),
     )
     _start_logging(log_level)
-    _serve(config, eviction_policy, plugin_names, record, record_mb << 20)
+    chosen = Chosen(plugin_names, eviction_policy, admission, retention)
+    _serve(config, chosen, record, record_mb << 20)
 
 
 def _check_recording(record: str | None, record_mb: int) -> None:
@@ -146,18 +191,27 @@ def _start_logging(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-def _serve(
-    config: "ServerConfig", eviction_policy: str, names: tuple[str, ...], record: str | None, record_bytes: int
-) -> None:
+@attrs.frozen
+class Chosen:
+    """Plugins that the user wants, by name."""
+
+    plugins: tuple[str, ...]
+    eviction: str
+    admission: tuple[str, ...]
+    retention: tuple[str, ...]
+
+
+def _serve(config: "ServerConfig", chosen: Chosen, record: str | None, record_bytes: int) -> None:
     from lmcache.core.recording import recording
     from lmcache.core.server import Server
     from lmcache.plugins.manager import PluginManager
 
-    plugins = PluginManager(names)
-    policy = plugins.make_policy(eviction_policy)
+    plugins = PluginManager(chosen.plugins)
+    policy = plugins.make_policy(chosen.eviction)
+    speakers = plugins.make_speakers(chosen.admission, chosen.retention)
     about = {"policy": policy.name, "cells": config.cells, "cell_bytes": config.cell_bytes}
     with recording(record, record_bytes, about) as recorder:
-        running = Server(config, policy, recorder)
+        running = Server(config, policy, recorder, speakers)
         _stop_on_signals(running)
         click.echo(_ready_line(running, policy.name))
         _run(running, plugins)

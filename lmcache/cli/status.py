@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lmcache.cli.options import as_json, chunk_size_text, server_address, size_text
+from lmcache.cli.options import as_json, chunk_size_text, duration_text, server_address, size_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,7 +35,7 @@ def status(host: str, port: int, as_json: bool) -> None:
     with console.capture() as shown:
         for line in _summary(report):
             console.print(line, markup=False)
-        for table in (_engines(report), _gauges(report), _counters(report)):
+        for table in (_engines(report), *_held(report), _gauges(report), _counters(report)):
             console.print()
             console.print(table)
     for line in shown.get().splitlines():
@@ -74,6 +74,24 @@ def _engines(report: Mapping[str, Any]) -> "Table":
     if not report["clients"]:
         table.add_row("none connected")
     return table
+
+
+def _held(report: Mapping[str, Any]) -> "Iterable[Table]":
+    """Tenants with limits and pinned prefixes, where there are any."""
+    size = report["cell_bytes"]
+    if report["tenants"]:
+        table = _table("tenant", "holds", "quota", "guaranteed")
+        for each in report["tenants"]:
+            quota = size_text(each["quota_cells"] * size) if each["quota_cells"] is not None else "none"
+            table.add_row(
+                each["tenant"], size_text(each["cells"] * size), quota, size_text(each["guaranteed_cells"] * size)
+            )
+        yield table
+    if report["prefix_pins"]:
+        table = _table("pin", "tokens", "ends in", "namespace")
+        for each in report["prefix_pins"]:
+            table.add_row(str(each["pin"]), str(each["tokens"]), duration_text(each["ends_in_s"]), each["namespace"])
+        yield table
 
 
 def _gauges(report: Mapping[str, Any]) -> "Table":

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # click is imported by `cli` only: a plugin module must stay 
     import click
 
     from lmcache.core.adapter import EngineAdapter
+    from lmcache.core.admission import AdmissionPolicy, RetentionPolicy
     from lmcache.core.codec import Codec
     from lmcache.core.tier import StorageTier
 
@@ -36,6 +37,24 @@ def lmcache_register_eviction_policies() -> list[type[EvictionPolicy]]:  # type:
 
     Two plugins that return policies of one name (compared without case) stop the start; both are named. The server
     makes one instance of the class that is chosen, without arguments.
+    """
+
+
+@hookspec
+def lmcache_register_admission_policies() -> "list[type[AdmissionPolicy]]":  # type: ignore[empty-body]
+    """Admission policies to choose from with `--admission NAME`, which may be given several times.
+
+    Called once, when a process builds its plugin manager. The server makes one instance of each class that is chosen,
+    without arguments; how several are combined is said in `core/admission.py`.
+    """
+
+
+@hookspec
+def lmcache_register_retention_policies() -> "list[type[RetentionPolicy]]":  # type: ignore[empty-body]
+    """Retention policies to choose from with `--retention NAME`, which may be given several times.
+
+    Called once, when a process builds its plugin manager. The server makes one instance of each class that is chosen,
+    without arguments; how several are combined is said in `core/admission.py`.
     """
 
 

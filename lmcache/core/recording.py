@@ -15,6 +15,9 @@ A `hash_id` stands for a chunk and all before it in its prompt: 53 bits of the c
 reader keeps. Lookups alone are a trace in the format of public ones: timestamps in ms, lengths in tokens. A lookup's
 `input_length` is one more than the hit may cover. A store names what one worker offered, of these KV groups: chunks
 that follow `parent`, or that start the prompt where it is null. Of ranks with bytes of their own, the first is heard.
+
+What a request says of its chunks stands in either, where it says anything: `"ttl_s": 3600`, `"priority": "high"`,
+`"session_end": true`.
 """
 
 import contextlib
@@ -30,6 +33,7 @@ from typing import Any
 import attrs
 import msgspec
 
+from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.index import Namespace
 from lmcache.core.keys import HASH_BYTES
 from lmcache.core.protocol import Found, Lookup, Reserve, Reserved
@@ -71,11 +75,13 @@ class _Event:
     """Empty for a lookup."""
     input_length: int = 0
     hit_length: int = 0
+    hints: Hints = NO_HINTS
 
     def also(self, other: "_Event") -> "_Event | None":
         """This event with another's groups, if both offer the same chunks."""
-        same = self.groups and other.groups and self.namespace is other.namespace and self.hashes == other.hashes
-        if not (same and self.parent == other.parent and self.tenant == other.tenant):
+        if not (self.groups and other.groups) or attrs.evolve(self, groups=(), timestamp=0) != attrs.evolve(
+            other, groups=(), timestamp=0
+        ):
             return None
         return attrs.evolve(self, groups=self.groups + other.groups)
 
@@ -89,6 +95,7 @@ class _Event:
             "hash_ids": hash_ids(self.hashes),
             "namespace": number,
             "tenant": self.tenant,
+            **_hinted(self.hints),
         }
         if self.groups:
             return {**line, "parent": next(iter(hash_ids(self.parent)), None), "groups": list(self.groups)}
@@ -206,12 +213,31 @@ class Recorder:
         self._numbers.clear()
 
 
+def _hinted(hints: Hints) -> dict[str, Any]:
+    """What a request says of its chunks, as far as it says anything."""
+    said: dict[str, Any] = {}
+    if hints.ttl_s is not None:
+        said["ttl_s"] = hints.ttl_s
+    if hints.priority is not None:
+        said["priority"] = hints.priority.name.lower()
+    if hints.ends_session:
+        said["session_end"] = True
+    return said
+
+
 def _event(namespace: Namespace, request: Lookup | Reserve, reply: Found | Reserved) -> _Event:
     now = time.time_ns() // 1_000_000
     if isinstance(request, Reserve):
-        return _Event(now, namespace, request.tenant, request.hashes, request.parent, (request.group,))
+        return _Event(
+            now, namespace, request.tenant, request.hashes, request.parent, (request.group,), hints=request.hints
+        )
     hit = reply.tokens if isinstance(reply, Found) else 0
-    return _Event(now, namespace, request.tenant, request.hashes, input_length=request.limit + 1, hit_length=hit)
+    return _Event(
+        *(now, namespace, request.tenant, request.hashes),
+        input_length=request.limit + 1,
+        hit_length=hit,
+        hints=request.hints,
+    )
 
 
 def _merged(events: list[_Event]) -> Iterator[_Event]:

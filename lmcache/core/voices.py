@@ -1,7 +1,8 @@
 """Admission and retention policies as the cache asks them: several as one, by the rules of `core/admission.py`."""
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import attrs
@@ -36,7 +37,7 @@ class Voices:
         self._counters = counters
         self._admission = speakers.admission
         self._retention = speakers.retention
-        self._refused: dict[Hashable, float] = {}
+        self._refused: OrderedDict[Hashable, float] = OrderedDict()
         self._logged: set[object] = set()
 
     @property
@@ -51,8 +52,18 @@ class Voices:
 
     def admitted(self, offer: Offer, now: float) -> int:
         """How many of the offered chunks all of them want stored."""
-        if self._refused.get(offer.keys[0], now) > now:
+        unasked = next((n for n, key in enumerate(offer.keys) if self._refused.get(key, now) <= now), len(offer.keys))
+        if unasked:
+            # its chunks are not reached without those before them; but whoever counts offers must hear of each once
+            if unasked < len(offer.keys):
+                self._shortest(attrs.evolve(offer, keys=offer.keys[unasked:], depth=offer.depth + unasked))
+                self._remember(offer.keys[unasked:], now)
             return 0
+        shortest = self._shortest(offer)
+        self._remember(offer.keys[shortest:], now)
+        return shortest
+
+    def _shortest(self, offer: Offer) -> int:
         shortest = len(offer.keys)
         for policy in self._admission:
             length = self._ask(policy, policy.admit, offer, int)
@@ -60,8 +71,6 @@ class Voices:
                 self._failed(policy, f"admitted {length} of {len(offer.keys)} chunks", None)
             elif length is not None:
                 shortest = min(shortest, length)
-        if shortest < len(offer.keys):
-            self._remember(offer.keys[shortest], now)
         return shortest
 
     def asked_for(self, keys: Iterable[Hashable]) -> None:
@@ -75,11 +84,12 @@ class Voices:
         advice = (self._ask(policy, policy.advise, offer, Hints) for policy in self._retention)
         return combined([offer.hints, *filter(None, advice)])
 
-    def _remember(self, key: Hashable, now: float) -> None:
-        self._refused.pop(key, None)
-        self._refused[key] = now + REFUSED_SECONDS
-        if len(self._refused) > REFUSED_CHUNKS:
-            del self._refused[next(iter(self._refused))]
+    def _remember(self, keys: Sequence[Hashable], now: float) -> None:
+        for key in keys:
+            self._refused.pop(key, None)
+            self._refused[key] = now + REFUSED_SECONDS
+        while len(self._refused) > REFUSED_CHUNKS:
+            self._refused.popitem(last=False)
 
     def _ask(
         self, policy: AdmissionPolicy | RetentionPolicy, question: Callable[[Offer], T], offer: Offer, kind: type[T]

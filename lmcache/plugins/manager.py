@@ -6,16 +6,18 @@ what they return is used directly from then on, so that nothing on a hot path go
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import pluggy
 
 from lmcache.core import hookspecs
 from lmcache.core.adapter import EngineAdapter
+from lmcache.core.admission import AdmissionPolicy, RetentionPolicy
 from lmcache.core.codec import Codec
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.tier import StorageTier
+from lmcache.core.voices import Speakers
 from lmcache.errors import PluginError
 from lmcache.geometry.groups import GroupKind
 from lmcache.plugins.checks import HOOKS, check_plugin
@@ -27,6 +29,8 @@ if TYPE_CHECKING:  # only `cli` imports click
     import click
 
 log = logging.getLogger(__name__)
+
+P = TypeVar("P")
 
 
 @attrs.frozen
@@ -42,6 +46,10 @@ class PluginDescription:
     """Hooks that it implements."""
     policies: tuple[str, ...]
     """Eviction policies that it offers, as users write them."""
+    admission: tuple[str, ...]
+    """Admission policies that it offers."""
+    retention: tuple[str, ...]
+    """Retention policies that it offers."""
     tiers: tuple[str, ...]
     """Schemes of `--l2` that it has a tier for."""
     codecs: tuple[str, ...]
@@ -64,10 +72,14 @@ class PluginManager:
         for source in _select(names):
             self._load(source)
         self._policies = Offers("eviction policy", EvictionPolicy, "name")  # type: ignore[type-abstract]  # never built
+        self._admission = Offers("admission policy", AdmissionPolicy, "name")  # type: ignore[type-abstract]  # never built
+        self._retention = Offers("retention policy", RetentionPolicy, "name")  # type: ignore[type-abstract]  # never built
         self._tiers = Offers("storage tier", StorageTier, "scheme")  # type: ignore[type-abstract]  # never built
         self._codecs = Offers("codec", Codec, "name")  # type: ignore[type-abstract]  # never built
         self._adapters = Offers("engine adapter", EngineAdapter, "engine")
         self._collect("lmcache_register_eviction_policies", self._policies)
+        self._collect("lmcache_register_admission_policies", self._admission)
+        self._collect("lmcache_register_retention_policies", self._retention)
         self._collect("lmcache_register_storage_tiers", self._tiers)
         self._collect("lmcache_register_codecs", self._codecs)
         self._collect("lmcache_register_engine_adapters", self._adapters)
@@ -80,15 +92,14 @@ class PluginManager:
 
     def make_policy(self, name: str) -> EvictionPolicy:
         """An instance of the policy that `find_policy` finds; PluginError, too, if it cannot be made."""
-        policy = self.find_policy(name)
-        try:
-            return policy()
-        except (Exception, SystemExit) as error:  # a plugin's own code runs here, and may raise anything
-            where = f"{policy.__module__}.{policy.__qualname__}"
-            raise PluginError(
-                f"the eviction policy {name!r}, {where}, cannot be made: {_cause(error)}",
-                remedy="choose another, or repair it: a policy is made without arguments",
-            ) from error
+        return _made("eviction", name, self.find_policy(name))
+
+    def make_speakers(self, admission: Sequence[str], retention: Sequence[str]) -> Speakers:
+        """Instances of the policies that `--admission` and `--retention` name; PluginError if one cannot be had."""
+        return Speakers(
+            tuple(_made("admission", name, self._admission.find(name)) for name in dict.fromkeys(admission)),
+            tuple(_made("retention", name, self._retention.find(name)) for name in dict.fromkeys(retention)),
+        )
 
     def open_tier(self, url: str) -> OpenedTier:
         """Open the tier that `--l2 url` names. Raises ConfigError (PluginError for a scheme or codec nobody offers)."""
@@ -131,6 +142,8 @@ class PluginManager:
                 distribution=f"{source.distribution} {source.version}".strip(),
                 hooks=tuple(h for h in HOOKS if any(self._owner(i) is source for i in self._implementations(h))),
                 policies=self._policies.names(source),
+                admission=self._admission.names(source),
+                retention=self._retention.names(source),
                 tiers=self._tiers.names(source),
                 codecs=self._codecs.names(source),
                 adapters=self._adapters.names(source),
@@ -233,6 +246,17 @@ def _nothing_to_leave_out(name: str, known: Sequence[Source]) -> PluginError:
         remedy=f"{suggestion(name, own + found)}What can be left out: of lmcache itself {', '.join(own)}; of installed "
         f"distributions {', '.join(found) or 'nothing, for none announces a plugin'}",
     )
+
+
+def _made(kind: str, name: str, policy: type[P]) -> P:
+    try:
+        return policy()
+    except (Exception, SystemExit) as error:  # a plugin's own code runs here, and may raise anything
+        where = f"{policy.__module__}.{policy.__qualname__}"
+        raise PluginError(
+            f"the {kind} policy {name!r}, {where}, cannot be made: {_cause(error)}",
+            remedy="choose another, or repair it: a policy is made without arguments",
+        ) from error
 
 
 def _cause(error: BaseException) -> str:

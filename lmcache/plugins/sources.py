@@ -30,6 +30,7 @@ BUILT_IN = (
     "lmcache.plugins.eviction.tinylfu",
     "lmcache.plugins.eviction.gdsf",
     "lmcache.plugins.eviction.prefix_aware",
+    "lmcache.plugins.admission.second_use",
     "lmcache.plugins.storage.disk",
     "lmcache.plugins.codecs.zstd",
     "lmcache.plugins.codecs.zstd_bf16",

@@ -85,6 +85,7 @@ class Host:
             mm_features=[],
             resumable=False,
             skip_reading_prefix_cache=False,
+            kv_transfer_params=None,
         )
 
     def matched(self, request: SimpleNamespace, computed: int = 0) -> int:

@@ -118,6 +118,10 @@ def test_plugins_lists_what_each_brings(lmcache) -> None:
         "distribution": "",
         "hooks": ["lmcache_register_eviction_policies"],
         "policies": ["LRU"],
+        "admission": [],
+        "retention": [],
+        "tiers": [],
+        "codecs": [],
         "adapters": [],
     }
     assert by_name["lmcache.engines.vllm.adapter"]["adapters"] == ["vllm"]

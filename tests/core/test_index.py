@@ -1,5 +1,6 @@
 """The tree of chunk nodes: links, counts of children, and sizes of namespaces."""
 
+from lmcache.core.accounts import Account
 from lmcache.core.index import Namespace, Node
 from lmcache.core.keys import ChainHash, NamespaceDigest
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
@@ -19,7 +20,7 @@ def namespace() -> Namespace:
 
 
 def node(space: Namespace, name: bytes, parent: Node | None = None) -> Node:
-    made = Node(space, ChainHash(name * 16), parent, "tenant")
+    made = Node(space, ChainHash(name * 16), parent, "tenant", Account("tenant"))
     made.link()
     return made
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from lmcache.core import protocol
+from lmcache.core.hints import Hints, Priority
 from lmcache.core.protocol import (
     PROTOCOL,
     Confirm,
@@ -63,6 +64,13 @@ FIELDS = {
     str: st.text(max_size=20),
     bytes: st.binary(max_size=64),
     bool: st.booleans(),
+    float: st.floats(allow_nan=False),
+    Hints: st.builds(
+        Hints,
+        ttl_s=st.none() | st.floats(0, 1e12, allow_nan=False),
+        priority=st.none() | st.sampled_from(Priority),
+        ends_session=st.booleans(),
+    ),
     Role: st.sampled_from(Role),
     Geometry: GEOMETRIES,
     dict[str, str]: st.dictionaries(st.text(max_size=9), st.text(max_size=9), max_size=3),
@@ -212,3 +220,10 @@ def test_the_document_names_every_message() -> None:
     unnamed = [kind.__name__ for kind in REQUESTS if f"`{kind.__name__}`" not in document]
 
     assert unnamed == []
+
+
+@pytest.mark.parametrize("hints", [[-1.0, None, False], [None, 7, False], [None, None, 3], ["soon", None, False]])
+def test_hints_that_mean_nothing_are_no_message(hints: list[object]) -> None:
+    frame = msgspec.msgpack.encode(["Lookup", 1, "", b"", 0, hints])
+    with pytest.raises(ProtocolError):
+        decode_request(frame)

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from lmcache.core.adapter import EngineAdapter
+from lmcache.core.admission import AdmissionPolicy, RetentionPolicy
 from lmcache.core.codec import Codec
 from lmcache.core.hookspecs import hookimpl
 from lmcache.core.tier import StorageTier
@@ -16,6 +17,18 @@ from lmcache.plugins.manager import PluginManager
 
 class Policy(LRU):
     name = "every-hook"
+
+
+class Doorkeeper(AdmissionPolicy):
+    name = "every-hook"
+
+    def admit(self, offer): ...
+
+
+class Adviser(RetentionPolicy):
+    name = "every-hook"
+
+    def advise(self, offer): ...
 
 
 class Tier(StorageTier):
@@ -56,6 +69,18 @@ def note(hook, *arguments):
 def lmcache_register_eviction_policies():
     note("lmcache_register_eviction_policies")
     return [Policy]
+
+
+@hookimpl
+def lmcache_register_admission_policies():
+    note("lmcache_register_admission_policies")
+    return [Doorkeeper]
+
+
+@hookimpl
+def lmcache_register_retention_policies():
+    note("lmcache_register_retention_policies")
+    return [Adviser]
 
 
 @hookimpl

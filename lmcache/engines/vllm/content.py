@@ -1,13 +1,20 @@
 """What changes the KV of a request besides its tokens, and which requests are never cached. Scheduler process only."""
 
+import functools
 import hashlib
+import logging
 import string
 from typing import Any, Protocol
 
 import attrs
 
+from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.keys import ChainHash, ContentItem, chain_root, tenant_of
 from lmcache.engines.vllm.lora import Evidence, Lora, LoraBook
+from lmcache.engines.vllm.wishes import Wishes, wishes_of
+from lmcache.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 DIGEST_DIGITS = 64
 """Fewest hexadecimal digits of an item's name that is taken for a digest of its content (vLLM's have 64 or 128)."""
@@ -30,6 +37,7 @@ class EngineRequest(Protocol):
     resumable: bool
     skip_reading_prefix_cache: bool
     all_token_ids: Any
+    kv_transfer_params: dict[str, Any] | None
 
 
 @attrs.frozen
@@ -39,10 +47,12 @@ class Content:
     root: ChainHash
     items: tuple[ContentItem, ...]
     tenant: str
-    """A short digest of the salt, never the salt itself, which is a secret; empty without one."""
+    """What the request calls its tenant; else a short digest of the salt, never the salt itself, which is a secret."""
     lora: Lora | None = None
     number: int = 0
     """Of the LoRA, in vLLM."""
+    hints: Hints = NO_HINTS
+    """How long the request wants its chunks kept."""
 
     def certain(self) -> bool:
         """Whether the engine still computes the request with the weights that its root names. A few stat calls."""
@@ -80,7 +90,22 @@ def content_of(request: EngineRequest, generation: str, loras: LoraBook) -> Cont
     if lora is not None:
         facts["lora"] = lora.digest
         number = request.lora_request.lora_int_id
-    return Content(chain_root(facts), tuple(map(_item, request.mm_features)), tenant_of(salt), lora, number)
+    wishes = _wishes(request)
+    tenant = wishes.tenant or tenant_of(salt)
+    return Content(chain_root(facts), tuple(map(_item, request.mm_features)), tenant, lora, number, wishes.hints)
+
+
+def _wishes(request: EngineRequest) -> Wishes:
+    try:
+        return wishes_of(request.kv_transfer_params)
+    except ConfigError as error:
+        _complain(str(error))
+        return Wishes()
+
+
+@functools.lru_cache(64)  # a client that is wrong is so with every request
+def _complain(text: str) -> None:
+    log.warning("lmcache: what a request says of its chunks is left out: %s (said once)", text)
 
 
 def _why_never(request: EngineRequest, lora: Lora | None) -> str:

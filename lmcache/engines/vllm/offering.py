@@ -48,7 +48,11 @@ class Offering:
             for number, (group, ids) in enumerate(zip(self._geometry.groups, table, strict=True))
         )
         content = tracked.content
-        return StoreOrder(tracked.request.request_id, content.tenant, chunks.start, hashes, blocks, content.evidence())
+        return StoreOrder(
+            *(tracked.request.request_id, content.tenant, chunks.start, hashes, blocks),
+            evidence=content.evidence(),
+            hints=content.hints,
+        )
 
 
 def _table_blocks(group: KVGroup, chunks: range, chunk_size: int, ids: list[int]) -> list[int]:

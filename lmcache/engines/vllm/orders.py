@@ -2,6 +2,7 @@
 
 import attrs
 
+from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.engines.vllm.lora import Evidence
 
 NULL_BLOCK = 0
@@ -42,6 +43,8 @@ class StoreOrder:
     """
     evidence: Evidence | None = None
     """What has to hold after this step, or its KV may be of other LoRA weights than the hashes say."""
+    hints: Hints = NO_HINTS
+    """How long the request wants its chunks kept."""
 
 
 @attrs.frozen

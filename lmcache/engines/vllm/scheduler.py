@@ -129,7 +129,8 @@ class SchedulerSide:
             if not hashes:
                 tracked.state = Settled()
                 return
-            pending = link.lookup(tracked.content.tenant, hashes, tracked.request.num_tokens - 1)
+            content = tracked.content
+            pending = link.lookup(content.tenant, hashes, tracked.request.num_tokens - 1, content.hints)
             tracked.state = Asked(link, pending)
         except ServerUnavailable:
             tracked.state = Askable()  # asked again when its turn comes, should a server be there by then

@@ -12,6 +12,7 @@ import attrs
 
 from lmcache.core.cells import unpack_cells
 from lmcache.core.client import Client, Link
+from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.keys import HASH_BYTES
 from lmcache.core.protocol import Placed
 from lmcache.engines.vllm.copying import CopyPlans, Kernels, mapped_arena
@@ -37,6 +38,7 @@ class _Stored:
     """For each full group, the number of chunks that need no more offering."""
     fresh: int = 0
     """First chunk of the last order."""
+    hints: Hints = NO_HINTS
 
     @property
     def chunks(self) -> int:
@@ -99,7 +101,7 @@ class Storer:
         stored = self._stored.get(order.request)
         if stored is None or order.first == 0:
             stored = self._stored[order.request] = _Stored(
-                order.tenant, "", bytearray(), tuple([] for _ in order.blocks), {}
+                order.tenant, "", bytearray(), tuple([] for _ in order.blocks), {}, hints=order.hints
             )
         stored.fresh = order.first
         stored.hashes += order.hashes
@@ -158,7 +160,8 @@ class Storer:
             bytes(stored.hashes[(chunks.start - 1) * HASH_BYTES : chunks.start * HASH_BYTES]) if chunks.start else b""
         )
         hashes = bytes(stored.hashes[chunks.start * HASH_BYTES : chunks.stop * HASH_BYTES])
-        reserved = link.reserve(stored.tenant, parent, hashes, group, self._geometry.shard_of(group, self._rank))
+        shard = self._geometry.shard_of(group, self._rank)
+        reserved = link.reserve(stored.tenant, parent, hashes, group, shard, stored.hints)
         if reserved.reservation:
             granted = [chunks.start + i for i, placed in enumerate(reserved.placed) if placed == Placed.GRANTED]
             try:

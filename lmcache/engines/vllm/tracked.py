@@ -4,6 +4,7 @@ from typing import Protocol
 
 import attrs
 
+from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.keys import ChainHasher
 from lmcache.core.protocol import Found
 from lmcache.engines.vllm.content import Content, EngineRequest
@@ -25,7 +26,7 @@ class SchedulerLink(Protocol):
     namespace: bytes
     chunk_size: int
 
-    def lookup(self, tenant: str, hashes: bytes, limit: int) -> PendingLookup: ...
+    def lookup(self, tenant: str, hashes: bytes, limit: int, hints: Hints = NO_HINTS) -> PendingLookup: ...
     def drop(self, ticket: int) -> None: ...
 
 

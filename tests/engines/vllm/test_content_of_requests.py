@@ -32,6 +32,7 @@ def book() -> LoraBook:
 
 def request(lora: Any = None, **different: Any) -> Any:
     defaults = {"cache_salt": None, "prompt_embeds": None, "mm_features": [], "resumable": False}
+    defaults |= {"kv_transfer_params": None}
     return SimpleNamespace(lora_request=lora, **defaults | different)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import pytest
 
+from lmcache.core.hints import NO_HINTS, Hints, Priority
 from lmcache.core.keys import ChainHasher, chain_root
 from lmcache.core.protocol import Found
 from lmcache.engines.vllm.offering import Offering
@@ -45,12 +46,14 @@ class FakeLink:
         self.chunk_size = chunk_size
         self.namespace = f"{epoch} {chunk_size}".encode()
         self.lookups: list[Lookup] = []
+        self.hints: list[Hints] = []
         self.dropped: list[int] = []
         self.away = False
         self.closed = False
 
-    def lookup(self, tenant: str, hashes: bytes, limit: int) -> Lookup:
+    def lookup(self, tenant: str, hashes: bytes, limit: int, hints: Hints = NO_HINTS) -> Lookup:
         self.lookups.append(Lookup(tenant, hashes, limit))
+        self.hints.append(hints)
         return self.lookups[-1]
 
     def drop(self, ticket: int) -> None:
@@ -84,6 +87,7 @@ class FakeRequest:
         self.mm_features: list[Any] = []
         self.resumable = False
         self.skip_reading_prefix_cache = False
+        self.kv_transfer_params = None
         for name_, value in different.items():
             setattr(self, name_, value)
 
@@ -461,6 +465,26 @@ def test_closing_closes_the_client(stage: Stage) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- content
+
+
+def test_what_a_request_says_of_its_chunks_goes_with_lookup_and_store_and_changes_no_key(stage: Stage) -> None:
+    said = {
+        "lmcache.tenant": "team a",
+        "lmcache.ttl_s": 60,
+        "lmcache.priority": "high",
+        "lmcache.session_end": True,
+        "other": "theirs",
+    }
+    silent, request = FakeRequest("s"), FakeRequest(kv_transfer_params=said)
+    stage.side.arrived(silent)
+    stage.side.arrived(request)
+    hints = Hints(60.0, Priority.HIGH, ends_session=True)
+
+    assert stage.link.hints == [NO_HINTS, hints]
+    assert [lookup.tenant for lookup in stage.link.lookups] == ["", "team a"]
+    assert stage.link.lookups[0].hashes == stage.link.lookups[1].hashes
+    [order] = stage.step(request, 20).stores
+    assert (order.tenant, order.hints) == ("team a", hints)
 
 
 def test_a_salt_changes_keys_and_names_a_tenant_without_telling_the_salt(stage: Stage) -> None:
