@@ -37,16 +37,21 @@ class DiskFolder:
     def __init__(self, path: str) -> None:
         self.path = path
         self._lock_fd = -1
-        if not Path(path).is_dir():
-            raise ConfigError(f"--l2 disk://{path}: there is no such folder", remedy=f"make it: mkdir -p {path}")
+        try:
+            os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        except OSError as error:
+            raise ConfigError(
+                f"--l2 disk://{path}: the folder cannot be opened: {error.strerror}",
+                remedy=f"make it (mkdir -p {path}), or give the server's user the right to it",
+            ) from error
 
     def lock(self) -> None:
         """Keep others out until `close`. ConfigError when a process holds it, or it cannot be written to."""
         try:
-            self._lock_fd = os.open(f"{self.path}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # held open to read only, so that an administrator can still make the file system read-only
+            self._lock_fd = os.open(f"{self.path}/{LOCK}", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._lock_fd, 0)
-            os.pwrite(self._lock_fd, b"%d\n" % os.getpid(), 0)
+            Path(self.path, LOCK).write_text(f"{os.getpid()}\n")
         except BlockingIOError as error:
             holder = os.pread(self._lock_fd, 20, 0).decode("ascii", "replace").strip()
             self.close()

@@ -56,7 +56,7 @@ def opened(tmp_path):
         tier.close()
 
 
-# ----------------------------------------------------------------------------------------------- room, and what makes it
+# ---------------------------------------------------------------------------------------------- room, and what makes it
 
 
 def test_the_blob_used_longest_ago_makes_room(opened, tmp_path):
@@ -367,7 +367,8 @@ def test_a_folder_that_is_not_there_and_a_size_that_is_not_said_are_refused(tmp_
     with pytest.raises(ConfigError) as refused:
         DiskTier(TierLocation("disk", path=f"{tmp_path}/none", options={"size_gb": "1"}))
     assert str(refused.value) == (
-        f"--l2 disk://{tmp_path}/none: there is no such folder; make it: mkdir -p {tmp_path}/none"
+        f"--l2 disk://{tmp_path}/none: the folder cannot be opened: No such file or directory; "
+        f"make it (mkdir -p {tmp_path}/none), or give the server's user the right to it"
     )
     with pytest.raises(ConfigError) as refused:
         DiskTier(TierLocation("disk", path=str(tmp_path)))
