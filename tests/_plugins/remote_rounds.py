@@ -97,7 +97,8 @@ def round_of(url: str, seed: str) -> Counter[str]:
     acknowledged: set[int] = set()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        for _ in range(1 + source.randrange(30)):
+        assert process.stdout.readline() == "open\n"
+        for _ in range(source.randrange(30)):
             line = process.stdout.readline().strip()
             acknowledged.update([int(line)] if line.isdigit() else [])
         time.sleep(source.random() * 0.01)

@@ -223,6 +223,6 @@ def _store_classes(location: TierLocation) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--l2 {location} needs obstore, which is not installed",
-            remedy="install it with pip install 'lmcache[s3]'",
+            remedy="install this lmcache with its extra `s3`",
         ) from error
     return {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore, "file": store.LocalStore}

@@ -178,7 +178,7 @@ class RedisTier(StorageTier):
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"--l2 {self._location} needs redis-py, which is not installed",
-                remedy="install it with pip install 'lmcache[redis]'",
+                remedy="install this lmcache with its extra `redis`",
             ) from error
         secrets = self._location.secrets
         return partial(
