@@ -40,8 +40,8 @@ demo-vllm: $(VENV)/.vllm
 	@if [ -s $(VENV)/no-vllm ]; then cat $(VENV)/no-vllm; exit 1; fi
 	$(BIN)/lmcache demo --engine vllm
 
-test: $(VENV)/.dev $(VENV)/.vllm
-	@cat $(VENV)/no-vllm
+test: $(VENV)/.dev $(VENV)/.vllm $(VENV)/.redis
+	@cat $(VENV)/no-vllm $(VENV)/no-redis
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: check-format check-lint check-types check-imports
@@ -83,4 +83,9 @@ $(VENV)/.dev: $(VENV)/.light
 # A real vLLM: about four minutes. Leaves the reason in .venv/no-vllm, empty where vLLM is there.
 $(VENV)/.vllm: tools/install-vllm tools/pip-install | $(VENV)/.light
 	@TORCH_INDEX='$(TORCH_INDEX)' tools/install-vllm $(VENV)
+	@touch $@
+
+# A real redis-server, unless there is one: seconds. Leaves the reason in .venv/no-redis, empty where it is there.
+$(VENV)/.redis: tools/install-redis | $(VENV)/.light
+	@tools/install-redis $(VENV)
 	@touch $@

@@ -5,6 +5,7 @@
 {counters}, {gauges}    the numbers of core/metrics.py
 {docstring} MODULE      a module's docstring, which is Markdown
 {extra-config}          the keys of the vLLM connector
+{tier-options} SCHEME   a storage tier's own options, and its secrets
 {adapters}              engines and what has been proved of each
 """
 
@@ -136,6 +137,21 @@ class Adapters(_FromCode):
         return _table(("engine", "status"), ((f"`{n}`", _sentence(manager.find_adapter(n).status)) for n in names))
 
 
+class TierOptions(_FromCode):
+    """What a tier's URL may say beside what every tier's may."""
+
+    required_arguments = 1
+
+    def lines(self) -> Iterator[str]:
+        """A table with a row for each option and each secret."""
+        from lmcache.plugins.manager import PluginManager
+
+        tier = PluginManager().find_tier(self.arguments[0])
+        options = {f"`{name}`": _sentence(text) for name, text in sorted(tier.options.items())}
+        secrets = {f"`{name}_env`, `{name}_file`": _sentence(text) for name, text in sorted(tier.secrets.items())}
+        return _table(("option", "what it says"), (options | secrets).items())
+
+
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
@@ -159,6 +175,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
         ("docstring", Docstring),
         ("extra-config", ExtraConfig),
         ("adapters", Adapters),
+        ("tier-options", TierOptions),
     ):
         app.add_directive(name, directive)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -32,6 +32,8 @@ BUILT_IN = (
     "lmcache.plugins.eviction.prefix_aware",
     "lmcache.plugins.admission.second_use",
     "lmcache.plugins.storage.disk",
+    "lmcache.plugins.storage.redis",
+    "lmcache.plugins.storage.object_store",
     "lmcache.plugins.codecs.zstd",
     "lmcache.plugins.codecs.zstd_bf16",
     "lmcache.plugins.codecs.aes_gcm",

@@ -3,11 +3,13 @@
 import contextlib
 import datetime
 import ipaddress
+import os
 import random
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +24,12 @@ START_S = 20.0
 CLUSTER_BUS = 10_000
 """A server of a cluster talks to the others on a port that is higher by this."""
 
+_PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+_SERVER, _CLI = shutil.which("redis-server", path=_PATH), shutil.which("redis-cli", path=_PATH)
+
 needs_redis = pytest.mark.skipif(
-    shutil.which("redis-server") is None or shutil.which("redis-cli") is None,
-    reason="no redis-server is installed; `make test` installs Debian's where it may (apt-get install redis-server)",
+    _SERVER is None or _CLI is None,
+    reason="no redis-server on PATH; `make test` puts Debian's into .venv where apt-get can fetch it",
 )
 
 
@@ -45,7 +50,7 @@ class RedisServer:
         listen = ["--port", str(self.port)]
         if self.tls:
             listen = ["--port", "0", "--tls-port", str(self.port), *self.tls.server_options()]
-        command = ["redis-server", *listen, "--bind", "127.0.0.1", "--dir", str(self._folder), "--save", ""]
+        command = [str(_SERVER), *listen, "--bind", "127.0.0.1", "--dir", str(self._folder), "--save", ""]
         with (self._folder / "redis.log").open("ab") as log:
             self._process = subprocess.Popen([*command, *self._options], stdout=log, stderr=log)
         end = time.monotonic() + START_S
@@ -132,7 +137,7 @@ class RedisCluster:
 
     def _join(self) -> None:
         addresses = [f"127.0.0.1:{server.port}" for server in self.servers]
-        command = ["redis-cli", "--cluster", "create", *addresses, "--cluster-replicas", "0", "--cluster-yes"]
+        command = [str(_CLI), "--cluster", "create", *addresses, "--cluster-replicas", "0", "--cluster-yes"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         end = time.monotonic() + START_S

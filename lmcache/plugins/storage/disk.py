@@ -6,15 +6,16 @@ default: should the host lose power, a file may be there whose bytes are not, an
 read, since every blob is verified then. `sync=on` flushes a blob before it gets its name, and the name after.
 
 *What is counted.* Files in blocks of 4096 bytes, those that are being written included: they never take more than the
-limit. Before a blob is written, as many go as must; the order is an eviction policy's. Times of modification keep the
-order of use, to a minute, for the next start.
+limit. Before a blob is written, as many go as must; the order is an eviction policy's. A tier that is closed well
+leaves an index for the next start; after a crash the files tell, and their times of modification keep the order of use,
+to a minute.
 
 *Who may use the folder.* One server at a time, which holds a lock on it.
 """
 
 import contextlib
 import errno
-import importlib
+import gc
 import itertools
 import logging
 import os
@@ -24,13 +25,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from lmcache.core.hookspecs import hookimpl
-from lmcache.core.policy import EvictionPolicy
 from lmcache.core.tier import Buffer, StorageTier, TierLocation, TierUsage
 from lmcache.core.tier_url import choice, positive_number
 from lmcache.errors import ConfigError, TierError
 from lmcache.plugins.storage import disk_file
 from lmcache.plugins.storage.disk_folder import DiskFolder
-from lmcache.plugins.storage.disk_index import BLOCK, DiskIndex, Entry, blocks_of
+from lmcache.plugins.storage.disk_index import BLOCK, DiskIndex, Entry, blocks_of, make_policy
 
 log = logging.getLogger("lmcache.tier")
 
@@ -58,17 +58,18 @@ class DiskTier(StorageTier):
     def __init__(self, location: TierLocation) -> None:
         self._name = str(location)
         if location.host or location.port:
-            raise ConfigError(f"--l2 {location} names a host", remedy=f"write disk:///{location.host}… for a folder")
+            raise ConfigError(f"--l2 {location} names a host", remedy=f"write disk:///{location.host}{location.path} for a folder")
         options = location.options
         self._mode = choice(self.scheme, "mode", options.get("mode", "serve"), ("serve", "read", "repair"))
         self._sync = choice(self.scheme, "sync", options.get("sync", "off"), ("on", "off")) == "on"
         direct = choice(self.scheme, "direct", options.get("direct", "auto"), ("auto", "off")) == "auto"
-        self._index = DiskIndex(_policy(options.get("policy", "LRU")), self._limit(options))
+        self._index = DiskIndex(make_policy(options.get("policy", "LRU")), self._limit(options))
         self._folder = DiskFolder(location.path)
         self._lock = threading.Lock()
         """Around the index, and whatever makes it and the folder differ: a name given to a file or taken from it."""
         self._numbers = itertools.count()
         self._evicted = 0
+        self._closed = False
         if self._mode != "read":
             self._folder.lock()
         try:
@@ -140,7 +141,11 @@ class DiskTier(StorageTier):
         return TierUsage(len(index), index.used * BLOCK, limit, self._evicted)
 
     def close(self) -> None:
-        """Let another server have the folder."""
+        """Leave word of what there is, and let another server have the folder."""
+        if self._mode != "read":
+            with contextlib.suppress(OSError), self._lock:  # without it the next start looks at the files
+                self._closed = True
+                self._folder.remember(self._index.by_age())
         self._folder.close()
 
     # ------------------------------------------------------------------------------------------------------ at opening
@@ -157,7 +162,8 @@ class DiskTier(StorageTier):
 
     def _open(self, direct: bool) -> None:
         try:
-            self._index.restore(self._folder.scan(clean=self._mode != "read"))
+            with _collector_off():
+                self._index.restore(self._folder.scan(mine=self._mode != "read"))
             refusal = self._folder.direct_io() if direct and self._mode == "serve" else None
             self._make_room(0)
         except OSError as error:
@@ -232,6 +238,7 @@ class DiskTier(StorageTier):
     def _publish(self, path: str, entry: Entry) -> None:
         final = self._folder.blob_path(entry.key)
         with self._lock:
+            self._check_open()
             os.rename(path, final)
             self._index.add(entry)
         if self._sync:
@@ -241,7 +248,13 @@ class DiskTier(StorageTier):
             finally:
                 os.close(folder)
 
+    def _check_open(self) -> None:
+        """Calls that were given up on may come back when the folder is another server's."""
+        if self._closed:
+            raise TierError("the tier is closed")
+
     def _remove(self, entry: Entry) -> None:
+        self._check_open()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._folder.blob_path(entry.key))
         self._index.remove(entry)
@@ -267,19 +280,16 @@ class DiskTier(StorageTier):
             raise TierError(f"{self._name} cannot {what}: {cause}") from error
 
 
-def _policy(name: str) -> EvictionPolicy:
-    """One of lmcache's own eviction policies, case ignored."""
-    from lmcache.plugins.sources import BUILT_IN
-
-    known: dict[str, type[EvictionPolicy]] = {}
-    for module in BUILT_IN:
-        if module.startswith("lmcache.plugins.eviction."):
-            for each in importlib.import_module(module).lmcache_register_eviction_policies():
-                known[each.name.casefold()] = each
-    if name.casefold() not in known:
-        names = ", ".join(sorted(each.name for each in known.values()))
-        raise ConfigError(f"--l2 disk:// has policy={name}", remedy=f"use one of {names}")
-    return known[name.casefold()]()
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """A hundred thousand new entries would start it again and again, and it would find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @hookimpl

@@ -4,6 +4,7 @@
     00/ … ff/                        sub-folders, made when first needed: the first two digits of a key
     ab/ab12…(40 digits)              a blob
     ab/ab12….NUMBER.part             a blob that is being written; removed by the next start
+    lmcache.index                    left by a server that ended well; see `disk_catalogue`
 
 Anything else is somebody else's, and is left alone.
 """
@@ -13,14 +14,17 @@ import fcntl
 import mmap
 import os
 import re
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lmcache.core.tier import KEY_DIGITS
 from lmcache.errors import ConfigError
+from lmcache.plugins.storage.disk_catalogue import take_catalogue, write_catalogue
 from lmcache.plugins.storage.disk_index import Entry
 
 LOCK = "lmcache.lock"
+CATALOGUE = "lmcache.index"
 _PROBE = "lmcache.probe"
 _BLOB = re.compile(rf"[0-9a-f]{{{KEY_DIGITS}}}")
 _PART = re.compile(rf"[0-9a-f]{{{KEY_DIGITS}}}\.\d+\.part")
@@ -33,16 +37,21 @@ class DiskFolder:
     def __init__(self, path: str) -> None:
         self.path = path
         self._lock_fd = -1
-        if not Path(path).is_dir():
-            raise ConfigError(f"--l2 disk://{path}: there is no such folder", remedy=f"make it: mkdir -p {path}")
+        try:
+            os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        except OSError as error:
+            raise ConfigError(
+                f"--l2 disk://{path}: the folder cannot be opened: {error.strerror}",
+                remedy=f"make it (mkdir -p {path}), or give the server's user the right to it",
+            ) from error
 
     def lock(self) -> None:
         """Keep others out until `close`. ConfigError when a process holds it, or it cannot be written to."""
         try:
-            self._lock_fd = os.open(f"{self.path}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # held open to read only, so that an administrator can still make the file system read-only
+            self._lock_fd = os.open(f"{self.path}/{LOCK}", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._lock_fd, 0)
-            os.pwrite(self._lock_fd, b"%d\n" % os.getpid(), 0)
+            Path(self.path, LOCK).write_text(f"{os.getpid()}\n")
         except BlockingIOError as error:
             holder = os.pread(self._lock_fd, 20, 0).decode("ascii", "replace").strip()
             self.close()
@@ -71,34 +80,27 @@ class DiskFolder:
         """Where it is while it is written."""
         return f"{self.path}/{key[:2]}/{key}.{number}.part"
 
-    def scan(self, clean: bool) -> Iterator[Entry]:
-        """Every blob. With `clean`, leavings of a server that was killed are removed on the way."""
-        for name in _SUB_FOLDERS:
-            try:
-                entries = os.scandir(f"{self.path}/{name}")
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            with entries:
-                yield from self._scan_one(name, entries, clean)
+    def remember(self, entries: Iterable[Entry]) -> None:
+        """Leave for the next start what there is, the one to evict first coming first."""
+        write_catalogue(f"{self.path}/{CATALOGUE}", entries)
 
-    @staticmethod
-    def _scan_one(name: str, entries: Iterator["os.DirEntry[str]"], clean: bool) -> Iterator[Entry]:
-        for each in entries:
-            part = not _BLOB.fullmatch(each.name)
-            if part and not _PART.fullmatch(each.name):
-                continue
-            if not each.name.startswith(name) or not each.is_file(follow_symlinks=False):
-                continue
-            try:
-                facts = each.stat(follow_symlinks=False)
-            except FileNotFoundError:  # another server's, which has just evicted it
-                continue
-            # an empty file is what a crash of the host leaves of a blob whose bytes were not yet on the device
-            if not part and facts.st_size:
-                yield Entry(each.name, facts.st_size, facts.st_mtime)
-            elif clean:
-                with contextlib.suppress(OSError):
-                    os.unlink(each.path)
+    def scan(self, mine: bool) -> list[Entry]:
+        """Every blob, the one to evict first coming first. If the folder is `mine`, what others left is removed.
+
+        What the last one has left word of is believed if it is there; other files are looked at.
+        """
+        known = take_catalogue(f"{self.path}/{CATALOGUE}") if mine else {}
+        there: set[str] = set()
+        new: list[Entry] = []
+        for sub_folder in _SUB_FOLDERS:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(self.path, sub_folder) as fd:
+                names = os.listdir(fd)
+                there.update(names)
+                for name in names:
+                    if name not in known and name[:2] == sub_folder:
+                        _look_at(fd, name, mine, new)
+        entries = [entry for entry in known.values() if entry.key in there]
+        return entries + sorted(new, key=lambda entry: entry.used_at)
 
     def direct_io(self) -> OSError | None:
         """Whether the filesystem lets one write without its page cache; None if it does, else what it says."""
@@ -116,3 +118,31 @@ class DiskFolder:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         return None
+
+
+@contextlib.contextmanager
+def _opened(path: str, sub_folder: str) -> Iterator[int]:
+    """A sub-folder's descriptor: names are looked up from there, not from the root each time."""
+    fd = os.open(f"{path}/{sub_folder}", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _look_at(fd: int, name: str, mine: bool, found: list[Entry]) -> None:
+    blob = _BLOB.fullmatch(name)
+    if not (blob or _PART.fullmatch(name)):
+        return
+    try:
+        facts = os.stat(name, dir_fd=fd, follow_symlinks=False)
+    except FileNotFoundError:  # another server's, which has just evicted it
+        return
+    if not stat.S_ISREG(facts.st_mode):
+        return
+    # an empty file is what a crash of the host leaves of a blob whose bytes were not yet on the device
+    if blob and facts.st_size:
+        found.append(Entry(name, facts.st_size, facts.st_mtime))
+    elif mine:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=fd)

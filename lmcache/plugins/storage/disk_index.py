@@ -3,11 +3,12 @@
 Not thread-safe: `DiskTier` holds its lock around every call.
 """
 
+import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lmcache.core.policy import EvictionPolicy
-from lmcache.errors import TierError
+from lmcache.errors import ConfigError, TierError
 
 BLOCK = 4096
 """Files are counted in whole blocks of so many bytes, as most filesystems give them out."""
@@ -52,6 +53,21 @@ def blocks_of(length: int) -> int:
     return -(-length // BLOCK)
 
 
+def make_policy(name: str) -> EvictionPolicy:
+    """One of lmcache's own eviction policies, case ignored."""
+    from lmcache.plugins.sources import BUILT_IN
+
+    known: dict[str, type[EvictionPolicy]] = {}
+    for module in BUILT_IN:
+        if module.startswith("lmcache.plugins.eviction."):
+            for each in importlib.import_module(module).lmcache_register_eviction_policies():
+                known[each.name.casefold()] = each
+    if name.casefold() not in known:
+        names = ", ".join(sorted(each.name for each in known.values()))
+        raise ConfigError(f"--l2 disk:// has policy={name}", remedy=f"use one of {names}")
+    return known[name.casefold()]()
+
+
 class DiskIndex:
     """Entries by key, in the order of an eviction policy, within a limit in blocks; None for no limit."""
 
@@ -77,17 +93,20 @@ class DiskIndex:
         return self._entries.get(key)
 
     def restore(self, entries: Iterable[Entry]) -> None:
-        """Take in what a folder holds, in any order: what was used last will stay longest."""
-        for entry in sorted(entries, key=lambda each: each.used_at):
-            self.add(entry)
+        """Take in what a folder holds, the one to evict first coming first."""
+        for entry in entries:
+            self._insert(entry)
 
     def add(self, entry: Entry) -> None:
-        """A blob is in the folder, in place of any other of its key."""
+        """A blob was stored, in place of any other of its key."""
         self.remove(self._entries.get(entry.key))
+        self._insert(entry)
+        self._policy.touch([entry])
+
+    def _insert(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
         self.used += entry.blocks
         self._policy.insert(entry)
-        self._policy.touch([entry])
 
     def touch(self, entry: Entry) -> None:
         """A blob was read. It may have left meanwhile."""
@@ -114,6 +133,9 @@ class DiskIndex:
 
     def victim(self) -> Entry | None:
         """The entry that goes next; None when there is none."""
+        return next(self.by_age(), None)
+
+    def by_age(self) -> Iterator[Entry]:
+        """Every entry, the one to evict first coming first."""
         for node in self._policy.victims():
-            return self._entries[str(node.key)]
-        return None
+            yield self._entries[str(node.key)]

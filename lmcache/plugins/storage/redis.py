@@ -174,15 +174,15 @@ class RedisTier(StorageTier):
     def _maker(self, database: int) -> Callable[..., Any]:
         """redis-py's class of connections, with everything but the address bound."""
         try:
-            from redis.connection import Connection
+            connection_class = self._connection_class()
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"--l2 {self._location} needs redis-py, which is not installed",
-                remedy="install it with pip install 'lmcache[redis]'",
+                remedy="install this lmcache with its extra `redis`",
             ) from error
         secrets = self._location.secrets
         return partial(
-            self._connection_class() or Connection,
+            connection_class,
             db=database,
             username=secrets.get("username"),
             password=secrets.get("password"),
@@ -190,8 +190,10 @@ class RedisTier(StorageTier):
             **self._encryption(),
         )
 
-    def _connection_class(self) -> type | None:
-        return None
+    def _connection_class(self) -> Any:
+        from redis.connection import Connection
+
+        return Connection
 
     def _encryption(self) -> dict[str, Any]:
         return {}
@@ -203,7 +205,7 @@ class RedisOverTLS(RedisTier):
     scheme = "rediss"
     options: ClassVar[Mapping[str, str]] = {**_PLAIN_OPTIONS, **_TLS_OPTIONS}
 
-    def _connection_class(self) -> type:
+    def _connection_class(self) -> Any:
         from redis.connection import SSLConnection
 
         return SSLConnection

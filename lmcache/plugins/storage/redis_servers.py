@@ -46,7 +46,9 @@ class Server:
         from redis.exceptions import RedisError, ResponseError
 
         self._check_left_alone()
-        if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if deadline <= time.monotonic():  # which is not the server's fault
+            raise TierError(f"redis server {self.address} was to be asked when the deadline had passed")
+        if not self._free.acquire(timeout=deadline - time.monotonic()):
             raise TierError(
                 f"redis server {self.address}: all connections were in use", remedy="raise its option connections"
             )

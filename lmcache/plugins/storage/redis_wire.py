@@ -182,7 +182,7 @@ class Line:
         head = bytearray(_HEAD_BYTES)
         begin, filled = self._first_line(head)
         if head[:1] == b"-":
-            error: Exception = DefaultParser.parse_error(head[1 : begin - 2].decode(errors="replace"))  # type: ignore[no-untyped-call]
+            error: Exception = DefaultParser.parse_error(head[1 : begin - 2].decode(errors="replace"))
             raise error
         told = re.fullmatch(rb"\$(-1|\d{1,12})\r\n", head[:begin])
         if not told:

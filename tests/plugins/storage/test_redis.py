@@ -328,6 +328,6 @@ except Exception as error:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
 
     assert done.stdout == (
-        "ConfigError --l2 redis://localhost needs redis-py, which is not installed; install it with "
-        "pip install 'lmcache[redis]'\n"
+        "ConfigError --l2 redis://localhost needs redis-py, which is not installed; install this "
+        "lmcache with its extra `redis`\n"
     )

@@ -1,0 +1,378 @@
+"""The disk tier counts what it keeps, finds it again, and shares its folder with nobody."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lmcache.core.tier import KEY_DIGITS, TierLocation
+from lmcache.errors import ConfigError, TierError
+from lmcache.plugins.storage import disk_file
+from lmcache.plugins.storage.disk import DiskTier
+
+BLOCK = 4096
+
+
+def key(number):
+    return f"{number:0{KEY_DIGITS - 2}x}ab"
+
+
+def soon():
+    return time.monotonic() + 60
+
+
+def store(tier, number, length=BLOCK):
+    tier.store(key(number), [bytes([number % 251 + 1]) * length], soon())
+
+
+def holds(tier, number, length=BLOCK):
+    into = bytearray(length)
+    found = tier.load(key(number), [memoryview(into)], soon())
+    assert found == 0 or into == bytes([number % 251 + 1]) * length
+    return bool(found)
+
+
+def counted(folder):
+    """Files and bytes in whole blocks, as the filesystem tells."""
+    files = [file for file in folder.glob("??/*") if file.is_file()]
+    return len(files), sum(-(-file.stat().st_size // BLOCK) * BLOCK for file in files)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens tiers in one folder, with room for `blocks`; closes what is still open."""
+    tiers = []
+
+    def open_tier(blocks=100, **options):
+        options = {"size_gb": str(blocks * BLOCK / 2**30), **options}
+        tier = DiskTier(TierLocation("disk", path=str(tmp_path), options=options))
+        tiers.append(tier)
+        return tier
+
+    yield open_tier
+    for tier in tiers:
+        tier.close()
+
+
+# ---------------------------------------------------------------------------------------------- room, and what makes it
+
+
+def test_the_blob_used_longest_ago_makes_room(opened, tmp_path):
+    tier = opened(blocks=4)
+    for number in range(4):
+        store(tier, number)
+    assert holds(tier, 0)
+    store(tier, 4)
+    assert [holds(tier, number) for number in range(5)] == [True, False, True, True, True]
+    assert tier.usage().evicted == 1
+    assert counted(tmp_path) == (4, 4 * BLOCK)
+
+
+def test_another_policy_decides_otherwise(opened):
+    tier = opened(blocks=4, policy="fifo")
+    for number in range(4):
+        store(tier, number)
+    assert holds(tier, 0)
+    store(tier, 4)
+    assert [holds(tier, number) for number in range(5)] == [False, True, True, True, True]
+
+
+def test_as_many_go_as_must_and_no_more(opened, tmp_path):
+    tier = opened(blocks=10)
+    for number in range(5):
+        store(tier, number, 2 * BLOCK)
+    store(tier, 5, 3 * BLOCK - 7)
+    assert [holds(tier, number, 2 * BLOCK) for number in range(5)] == [False, False, True, True, True]
+    assert counted(tmp_path) == (4, 9 * BLOCK)
+    assert (tier.usage().blobs, tier.usage().bytes, tier.usage().limit_bytes) == (4, 9 * BLOCK, 10 * BLOCK)
+
+
+def test_files_are_counted_in_whole_blocks(opened):
+    tier = opened()
+    for number, (length, blocks) in enumerate([(1, 1), (4095, 1), (4096, 1), (4097, 2), (8193, 3)]):
+        before = tier.usage().bytes
+        store(tier, number, length)
+        assert tier.usage().bytes - before == blocks * BLOCK
+
+
+def test_a_blob_larger_than_the_limit_is_refused_and_evicts_nothing(opened):
+    tier = opened(blocks=4)
+    store(tier, 1)
+    with pytest.raises(TierError, match=r"cannot store .*: 20480 bytes do not fit: the tier may take 16384"):
+        store(tier, 2, 5 * BLOCK)
+    assert holds(tier, 1)
+
+
+def test_what_is_being_written_is_counted_before_it_is_there(opened, tmp_path):
+    """Two at once must not each take the last room."""
+    tier, most = opened(blocks=4), []
+
+    write = disk_file.write
+
+    def write_two(fd, parts, deadline):
+        write(fd, parts, deadline)
+        disk_file.write = write
+        for number in (2, 3):
+            store(tier, number, 2 * BLOCK)
+            most.append(counted(tmp_path)[1])
+
+    disk_file.write = write_two
+    try:
+        store(tier, 1, 2 * BLOCK)
+    finally:
+        disk_file.write = write
+    assert most == [4 * BLOCK, 4 * BLOCK]
+    assert counted(tmp_path) == (2, 4 * BLOCK)
+
+
+def test_names_have_one_length_and_are_spread_over_sub_folders(opened, tmp_path):
+    tier = opened()
+    tier.store("ab" + "0" * 38, [b"one"], soon())
+    tier.store("cd" + "0" * 38, [b"two"], soon())
+    assert sorted(str(file.relative_to(tmp_path)) for file in tmp_path.glob("??/*")) == [
+        "ab/ab" + "0" * 38,
+        "cd/cd" + "0" * 38,
+    ]
+
+
+def test_files_are_for_the_server_s_user_only(opened, tmp_path):
+    store(opened(), 1)
+    assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.glob("*")} == {"0o700", "0o600"}
+    assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.glob("??/*")} == {"0o600"}
+
+
+# -------------------------------------------------------------------------------------------------------- opened again
+
+
+@pytest.mark.parametrize("well", [True, False], ids=["closed well", "killed"])
+def test_opened_again_it_has_the_same_blobs_counts_and_order(opened, tmp_path, well):
+    tier = opened(blocks=11)
+    for number in range(6):
+        store(tier, number, BLOCK + number)
+        os.utime(tmp_path / "00" / key(number), (number + 1, number + 1))
+    before = tier.usage()
+    if well:
+        assert holds(tier, 0)
+    tier.close()
+    assert (tmp_path / "lmcache.index").exists()
+    if not well:
+        (tmp_path / "lmcache.index").unlink()
+    tier = opened(blocks=11)
+    assert (tier.usage().blobs, tier.usage().bytes) == (before.blobs, before.bytes) == (6, 11 * BLOCK)
+    assert not (tmp_path / "lmcache.index").exists()
+    store(tier, 6)
+    gone = [number for number in range(7) if not tier.contains([key(number)], soon())[0]]
+    assert gone == ([1] if well else [0])
+    assert counted(tmp_path)[1] == tier.usage().bytes
+
+
+def test_a_load_is_remembered_across_a_crash_to_a_minute(opened, tmp_path):
+    tier = opened(blocks=2)
+    for number in range(2):
+        store(tier, number)
+        os.utime(tmp_path / "00" / key(number), (1000 + number, 1000 + number))
+    tier.close()
+    (tmp_path / "lmcache.index").unlink()
+    tier = opened(blocks=2)
+    assert holds(tier, 0)
+    tier.close()
+    (tmp_path / "lmcache.index").unlink()
+    tier = opened(blocks=2)
+    store(tier, 2)
+    assert [holds(tier, number) for number in range(3)] == [True, False, True]
+
+
+def test_what_came_and_went_while_no_server_ran_is_noticed_although_there_is_an_index(opened, tmp_path):
+    tier = opened()
+    for number in range(3):
+        store(tier, number)
+    tier.close()
+    (tmp_path / "00" / key(1)).unlink()
+    (tmp_path / "00" / key(7)).write_bytes(bytes([8]) * 5000)
+    tier = opened()
+    assert sorted(tier.keys()) == [(key(0), BLOCK), (key(2), BLOCK), (key(7), 5000)]
+    assert counted(tmp_path) == (3, tier.usage().bytes) == (3, 4 * BLOCK)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "foreign"])
+def test_an_index_that_is_damaged_is_not_believed(opened, tmp_path, damage):
+    tier = opened()
+    for number in range(3):
+        store(tier, number)
+    tier.close()
+    index = tmp_path / "lmcache.index"
+    data = bytearray(index.read_bytes())
+    if damage == "flip":
+        data[60] ^= 1
+    elif damage == "cut":
+        del data[-36:]
+    elif damage == "empty":
+        data.clear()
+    elif damage == "foreign":
+        data[:] = b"hello" * 20
+    index.write_bytes(data)
+    tier = opened()
+    assert sorted(tier.keys()) == [(key(number), BLOCK) for number in range(3)]
+    assert tier.usage().bytes == 3 * BLOCK
+
+
+def test_a_smaller_limit_is_kept_from_the_start(opened, tmp_path):
+    tier = opened()
+    for number in range(10):
+        store(tier, number)
+    tier.close()
+    tier = opened(blocks=3)
+    assert sorted(tier.keys()) == [(key(number), BLOCK) for number in (7, 8, 9)]
+    assert counted(tmp_path) == (3, 3 * BLOCK)
+
+
+def test_leavings_are_removed_and_foreign_files_are_left_alone_and_not_counted(opened, tmp_path):
+    tier = opened()
+    store(tier, 0)
+    tier.close()
+    sub = tmp_path / "00"
+    for name in (f"{key(1)}.0.part", f"{key(2)}.123.part", key(3)):
+        (sub / name).touch()
+    foreign = [
+        tmp_path / "notes.txt",
+        tmp_path / key(4),
+        tmp_path / "zz" / "file",
+        sub / "README",
+        sub / f"{key(5)}.part",
+        sub / key(6).upper(),
+        sub / f"ff{'0' * 38}",
+    ]
+    (tmp_path / "zz").mkdir()
+    for path in foreign:
+        path.write_bytes(b"mine")
+    (sub / key(8)).mkdir()
+    (sub / key(9)).symlink_to(tmp_path / "notes.txt")
+    tier = opened()
+    assert list(tier.keys()) == [(key(0), BLOCK)]
+    assert tier.usage().bytes == BLOCK
+    assert {path.name for path in sub.iterdir()} == {
+        key(0),
+        "README",
+        f"{key(5)}.part",
+        key(6).upper(),
+        f"ff{'0' * 38}",
+        key(8),
+        key(9),
+    }
+    assert all(path.read_bytes() == b"mine" for path in foreign)
+    assert tier.load(key(9), [memoryview(bytearray(10))], soon()) == 0
+
+
+# ------------------------------------------------------------------------------------------------------ one at a time
+
+
+def test_a_second_server_is_refused_and_told_who_has_the_folder(opened, tmp_path):
+    first = opened()
+    for mode in ("serve", "repair"):
+        with pytest.raises(ConfigError) as refused:
+            opened(mode=mode)
+        assert str(refused.value) == (
+            f"--l2 disk://{tmp_path}: the server with process id {os.getpid()} has this folder; give each server "
+            "a folder of its own, or end the other first"
+        )
+    store(first, 1)
+    first.close()
+    assert holds(opened(), 1)
+
+
+def test_the_lock_of_a_killed_server_is_free(opened, tmp_path):
+    script = (
+        "import sys; from lmcache.core.tier import TierLocation; from lmcache.plugins.storage.disk import DiskTier; "
+        "t = DiskTier(TierLocation('disk', path=sys.argv[1], options={'size_gb': '1'})); print('open', flush=True); "
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(ConfigError, match=f"the server with process id {other.pid} has this folder"):
+            opened()
+        other.kill()
+    store(opened(), 1)
+
+
+def test_open_to_read_it_changes_nothing_although_a_server_has_the_folder(opened, tmp_path):
+    tier = opened()
+    store(tier, 1)
+    (tmp_path / "00" / f"{key(2)}.0.part").touch()
+    reader = opened(mode="read")
+    assert holds(reader, 1)
+    assert list(reader.keys()) == [(key(1), BLOCK)]
+    for call in (lambda: store(reader, 3), lambda: reader.delete([key(1)], soon())):
+        with pytest.raises(TierError, match="is open to read"):
+            call()
+    tier.delete([key(1)], soon())
+    assert not holds(reader, 1)
+    assert (tmp_path / "00" / f"{key(2)}.0.part").exists()
+
+
+def test_open_to_repair_it_deletes_and_does_not_store(opened):
+    tier = opened()
+    store(tier, 1)
+    tier.close()
+    repair = opened(mode="repair")
+    with pytest.raises(TierError, match="is open to repair, not to store"):
+        store(repair, 2)
+    repair.delete([key(1)], soon())
+    assert list(repair.keys()) == []
+
+
+def test_a_call_that_comes_back_after_closing_changes_nothing(opened, tmp_path):
+    tier = opened()
+    store(tier, 1)
+    tier.close()
+    for call in (lambda: store(tier, 2), lambda: tier.delete([key(1)], soon())):
+        with pytest.raises(TierError, match="the tier is closed"):
+            call()
+    assert counted(tmp_path) == (1, BLOCK)
+    assert holds(opened(), 1)
+
+
+# ------------------------------------------------------------------------------------------------- what the user wrote
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"size_gb": "0"}, "--l2 disk:// has size_gb=0; use a positive number"),
+        ({"size_gb": "much"}, "--l2 disk:// has size_gb=much; use a positive number"),
+        ({"size_gb": "1e-9"}, "--l2 disk://{} has size_gb=1e-9, less than a block of 4096 bytes"),
+        ({"sync": "maybe"}, "--l2 disk:// has sync=maybe; use on or off"),
+        ({"direct": "on"}, "--l2 disk:// has direct=on; use auto or off"),
+        ({"mode": "write"}, "--l2 disk:// has mode=write; use serve or read or repair"),
+        (
+            {"policy": "best"},
+            (
+                "--l2 disk:// has policy=best; use one of ARC, FIFO, GDSF, LFU, LRU, S3-FIFO, SIEVE, SLRU, W-TinyLFU, "
+                "prefix-aware"
+            ),
+        ),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(opened, tmp_path, options, says):
+    with pytest.raises(ConfigError) as refused:
+        opened(**options)
+    assert str(refused.value) == says.format(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_and_a_size_that_is_not_said_are_refused(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        DiskTier(TierLocation("disk", path=f"{tmp_path}/none", options={"size_gb": "1"}))
+    assert str(refused.value) == (
+        f"--l2 disk://{tmp_path}/none: the folder cannot be opened: No such file or directory; "
+        f"make it (mkdir -p {tmp_path}/none), or give the server's user the right to it"
+    )
+    with pytest.raises(ConfigError) as refused:
+        DiskTier(TierLocation("disk", path=str(tmp_path)))
+    assert str(refused.value) == f"--l2 disk://{tmp_path} has no size_gb; say what it may take: ?size_gb=100"
+    with pytest.raises(ConfigError) as refused:
+        DiskTier(TierLocation("disk", host="cache", path="/x", options={"size_gb": "1"}))
+    assert str(refused.value) == "--l2 disk://cache/x names a host; write disk:///cache/x for a folder"
