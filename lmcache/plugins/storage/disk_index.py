@@ -43,6 +43,11 @@ class Entry:
         return ""
 
     @property
+    def priority(self) -> int:
+        """Nor of what requests said."""
+        return 0
+
+    @property
     def cells(self) -> int:
         """Room that it takes, in blocks."""
         return self.blocks
