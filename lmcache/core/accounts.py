@@ -79,6 +79,8 @@ class Accounts:
         self._others = Account("")
         self._named = (limits.quotas.keys() | limits.guarantees.keys()) - {EVERYBODY_ELSE}
         self._accounts: dict[str, Account] = {}
+        self._holders: tuple[dict[Account, None], ...] = tuple({} for _ in Priority)
+        """By priority as an index: the accounts that have chunks of it."""
         self._uses = 0
         self.high_cells = 0
         """Cells of all chunks of HIGH priority."""
@@ -100,6 +102,10 @@ class Accounts:
         """Every account that there is now."""
         return [self._others, *self._accounts.values()]
 
+    def holders(self, priority: Priority) -> Collection[Account]:
+        """The accounts that have chunks of one priority: of thousands of tenants, few have any that go first."""
+        return self._holders[priority]
+
     def insert(self, node: Node) -> None:
         """A new node, of the account and the priority that it names."""
         account = node.account
@@ -108,11 +114,12 @@ class Accounts:
         self._uses += 1
         node.used = self._uses
         account.chunks(node.priority)[node] = None
+        self._holders[node.priority][account] = None
 
     def remove(self, node: Node) -> None:
         """The node has gone, and holds no cells any more."""
         account = node.account
-        del account.chunks(node.priority)[node]
+        self._take_off(node)
         if account.empty and account.name not in self._named:
             # tenants come and go, and nothing may grow with the number of those that have gone
             self._accounts.pop(account.name, None)
@@ -136,7 +143,14 @@ class Accounts:
         """From now on the node has another priority. It counts as used now."""
         cells = node.cells
         self.take(node, -cells)
-        del node.account.chunks(node.priority)[node]
+        self._take_off(node)
         node.priority = priority
         self.insert(node)
         self.take(node, cells)
+
+    def _take_off(self, node: Node) -> None:
+        """The node is on no list any more."""
+        chunks = node.account.chunks(node.priority)
+        del chunks[node]
+        if not chunks:
+            del self._holders[node.priority][node.account]

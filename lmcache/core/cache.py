@@ -385,15 +385,14 @@ class Cache:
     # ------------------------------------------------------------------------------------------------------- pinning
 
     def pin(self, namespace: Namespace, hashes: Sequence[ChainHash], seconds: float) -> PrefixPin | None:
-        """Keep the leading chunks of a prompt that are stored as a whole, for so long; None when there are none.
+        """Keep the longest prefix of a prompt that can be served now, for so long; None when there is none.
 
-        Nothing evicts them meanwhile, and they do not expire. Prefix pins hold a share of the arena at most: Refused.
+        Nothing evicts it meanwhile, and it does not expire. Prefix pins hold a share of the arena at most: Refused.
         """
-        nodes: list[Node] = []
-        for node in map(namespace.nodes.get, hashes):
-            if node is None or any(not node.sealed >> group & 1 for group in namespace.cached_groups):
-                break
-            nodes.append(node)
+        known = list(map(namespace.nodes.get, hashes))
+        limit = len(known) * namespace.chunk_size
+        hit = longest_hit(namespace.geometry, namespace.chunk_size, self.residents.served(known), limit)
+        nodes = [node for node in known[: hit.tokens // namespace.chunk_size] if node]
         if not nodes:
             return None
         pin = self.prefix_pins.pin(self._new_id(), namespace, nodes, self.residents.now + seconds)

@@ -68,6 +68,10 @@ def _check_accounts(cache: Cache, nodes: list[Node]) -> None:
             raise RuntimeError(f"account {account.name!r} holds {account.cells} cells, its quota is {account.quota}")
         if any(node not in account.chunks(node.priority) for node in own):
             raise RuntimeError(f"account {account.name!r} lists a chunk under another priority")
+        if any((account in accounts.holders(priority)) != bool(account.chunks(priority)) for priority in Priority):
+            raise RuntimeError(
+                f"account {account.name!r} has chunks of a priority and is not known for it, or has none"
+            )
     if sum(len(account.chunks(priority)) for account in accounts.all for priority in Priority) != len(nodes):
         raise RuntimeError("a chunk is in no account, or in one that is not known any more")
     if accounts.high_cells != sum(node.cells for node in nodes if node.priority is Priority.HIGH):

@@ -399,6 +399,12 @@ def _tenant(request: Lookup | Reserve) -> str:
             code=ErrorCode.MALFORMED,
             remedy=f"at most {MAX_TENANT}",
         )
+    if not request.tenant.isprintable():  # names are shown on terminals
+        raise Refused(
+            f"a tenant's name with characters that cannot be printed: {request.tenant!r:.80}",
+            code=ErrorCode.MALFORMED,
+            remedy="use letters, digits, blanks and marks",
+        )
     return request.tenant
 
 

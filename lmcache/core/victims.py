@@ -119,8 +119,8 @@ class VictimSearch:
         yield from self._by_last_use(Priority.HIGH)
 
     def _by_last_use(self, priority: Priority) -> Iterator[Node]:
-        accounts = [self._within] if self._within else self._accounts.all
-        return by_last_use([self._to_be_had(account, priority) for account in accounts if account.chunks(priority)])
+        accounts = [self._within] if self._within else self._accounts.holders(priority)
+        return by_last_use([self._to_be_had(account, priority) for account in accounts])
 
     def _to_be_had(self, account: Account, priority: Priority) -> Iterator[Node]:
         """An account's chunks, until nothing more can be taken from it."""

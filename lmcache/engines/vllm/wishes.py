@@ -50,9 +50,10 @@ def wishes_of(params: Mapping[str, Any] | None) -> Wishes:
 
 
 def _tenant(value: object) -> str:
-    if isinstance(value, str) and len(value) <= LONGEST_TENANT:
+    # it is sent as UTF-8, and shown on the terminals of those who run the server
+    if isinstance(value, str) and len(value) <= LONGEST_TENANT and value.isprintable():
         return value
-    raise _wrong("tenant", value, f"a name of at most {LONGEST_TENANT} characters")
+    raise _wrong("tenant", value, f"a name of at most {LONGEST_TENANT} printable characters")
 
 
 def _ttl(value: object) -> float | None:

@@ -31,7 +31,9 @@ def test_everything_that_may_be_said_is_heard() -> None:
         ("priority", "urgent", "is 'urgent'; give one of low, normal, high"),
         ("priority", 1, "lmcache.priority in kv_transfer_params is 1; give one of low, normal, high"),
         ("session_end", "yes", "lmcache.session_end in kv_transfer_params is 'yes'; give true or false"),
-        ("tenant", "x" * 257, "give a name of at most 256 characters"),
+        ("tenant", "x" * 257, "give a name of at most 256 printable characters"),
+        ("tenant", "\x1b[31m", "lmcache.tenant in kv_transfer_params is '\\x1b[31m'; give a name of at most 256"),
+        ("tenant", "\ud800", "lmcache.tenant in kv_transfer_params is '\\ud800'; give a name of at most 256"),
         ("tenant", 7, "lmcache.tenant in kv_transfer_params is 7; give a name"),
     ],
 )
