@@ -58,7 +58,9 @@ class DiskTier(StorageTier):
     def __init__(self, location: TierLocation) -> None:
         self._name = str(location)
         if location.host or location.port:
-            raise ConfigError(f"--l2 {location} names a host", remedy=f"write disk:///{location.host}{location.path} for a folder")
+            raise ConfigError(
+                f"--l2 {location} names a host", remedy=f"write disk:///{location.host}{location.path} for a folder"
+            )
         options = location.options
         self._mode = choice(self.scheme, "mode", options.get("mode", "serve"), ("serve", "read", "repair"))
         self._sync = choice(self.scheme, "sync", options.get("sync", "off"), ("on", "off")) == "on"
