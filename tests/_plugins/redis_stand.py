@@ -113,15 +113,15 @@ class RedisServer:
 
 
 class RedisCluster:
-    """Three servers that share the slots among them, without replicas."""
+    """Three servers that share the slots among them; and three more that stand in for one of them each, if wanted."""
 
-    def __init__(self, folder: Path) -> None:
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
+    def __init__(self, folder: Path, replicas: int = 0) -> None:
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0")
         self.servers: list[RedisServer] = []
         try:
-            for number in range(3):
+            for number in range(3 * (1 + replicas)):
                 self.servers.append(RedisServer(folder / f"node{number}", *options, port=free_port(beside=CLUSTER_BUS)))
-            self._join()
+            self._join(replicas)
         except BaseException:
             self.close()
             raise
@@ -135,9 +135,15 @@ class RedisCluster:
         for server in self.servers:
             server.close()
 
-    def _join(self) -> None:
+    def primaries(self) -> list[RedisServer]:
+        """Those that have slots, as the first server sees it."""
+        with self.servers[0].talking() as client:
+            ports = {entry[2][1] for entry in client.execute_command("CLUSTER SLOTS", NEVER_DECODE=[])}
+        return [server for server in self.servers if server.port in ports]
+
+    def _join(self, replicas: int) -> None:
         addresses = [f"127.0.0.1:{server.port}" for server in self.servers]
-        command = [str(_CLI), "--cluster", "create", *addresses, "--cluster-replicas", "0", "--cluster-yes"]
+        command = [str(_CLI), "--cluster", "create", *addresses, "--cluster-replicas", str(replicas), "--cluster-yes"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         end = time.monotonic() + START_S

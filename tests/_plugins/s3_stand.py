@@ -131,7 +131,8 @@ class WaywardServer:
             self.mood = self.mood - 1 if self.mood > 1 else "good"
             self._send(request, 503, b"<Error><Code>SlowDown</Code></Error>")
         elif isinstance(self.mood, int):
-            self._send(request, self.mood, b"<Error><Code>Wayward</Code></Error>")
+            # some servers repeat the address, signature and all
+            self._send(request, self.mood, f"<Error><Code>Wayward</Code><R>{request.path}</R></Error>".encode())
         elif self.mood == "never":
             self.released.wait(30)
             request.close_connection = True

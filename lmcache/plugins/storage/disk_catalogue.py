@@ -2,9 +2,8 @@
 
     offset  bytes  what
          0      8  `LMCDISK` and a line feed
-         8      8  number of entries
-        16     16  xxh3_128 of all entries, in canonical order
-        32    36*n entries, the one to evict first coming first: key (20), length (8), time of last use (8, a double)
+         8     16  xxh3_128 of all entries, in canonical order
+        24    36*n entries, the one to evict first coming first: key (20), length (8), time of last use (8, a double)
 
 Numbers are little-endian. It is removed before the folder changes, so it is there only if nothing has happened since;
 who finds none, or one that is damaged, looks at the files.
@@ -22,17 +21,16 @@ from lmcache.core.tier import KEY_DIGITS
 from lmcache.plugins.storage.disk_index import Entry
 
 MAGIC = b"LMCDISK\n"
-_HEADER = struct.Struct("<8sQ16s")
+_HEADER = struct.Struct("<8s16s")
 _ENTRY = struct.Struct(f"<{KEY_DIGITS // 2}sQd")
 
 
 def write_catalogue(path: str, entries: Iterable[Entry]) -> None:
     """Write it, whole or not at all; OSError otherwise."""
-    packed = [_ENTRY.pack(bytes.fromhex(entry.key), entry.length, entry.used_at) for entry in entries]
-    body = b"".join(packed)
+    body = b"".join(_ENTRY.pack(bytes.fromhex(entry.key), entry.length, entry.used_at) for entry in entries)
     part = f"{path}.part"
     try:
-        Path(part).write_bytes(_HEADER.pack(MAGIC, len(packed), xxhash.xxh3_128_digest(body)) + body)
+        Path(part).write_bytes(_HEADER.pack(MAGIC, xxhash.xxh3_128_digest(body)) + body)
         os.rename(part, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -52,9 +50,9 @@ def take_catalogue(path: str) -> dict[str, Entry]:
                 os.unlink(leaving)
     if len(data) < _HEADER.size:
         return {}
-    magic, count, checksum = _HEADER.unpack_from(data)
+    magic, checksum = _HEADER.unpack_from(data)
     body = data[_HEADER.size :]
-    if magic != MAGIC or len(body) != count * _ENTRY.size or xxhash.xxh3_128_digest(body) != checksum:
+    if magic != MAGIC or xxhash.xxh3_128_digest(body) != checksum:
         return {}
     found = (Entry(key.hex(), length, used_at) for key, length, used_at in _ENTRY.iter_unpack(body))
     return {entry.key: entry for entry in found}

@@ -6,11 +6,12 @@ written and read through the page cache as a whole.
 """
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lmcache.core.tier import Buffer
 from lmcache.errors import TierError
@@ -37,7 +38,7 @@ def write(fd: int, parts: Sequence[Buffer], deadline: float) -> None:
         views[-1:], tail = [views[-1][:cut]] if cut else [], [views[-1][cut:]]
     offset = _write_at(fd, views, 0, deadline)
     if tail:
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_WRONLY)
+        _leave_direct(fd)
         _write_at(fd, tail, offset, deadline)
 
 
@@ -51,7 +52,7 @@ def read(fd: int, into: Sequence[memoryview], deadline: float) -> int:
     length = os.fstat(fd).st_size
     wanted = min(length, sum(map(len, into)))
     views, last, end = [], memoryview(bytearray()), memoryview(b"")
-    room = -(-wanted // ALIGNMENT) * ALIGNMENT
+    room = -(-wanted // ALIGNMENT) * ALIGNMENT  # the kernel pins what it is given, and need not pin more
     for buffer in into:
         view = buffer[:room]
         room -= len(view)
@@ -70,14 +71,11 @@ def _write_at(fd: int, views: list[memoryview], offset: int, deadline: float) ->
     """Write at `offset`; returns the offset behind."""
     while views:
         _check(deadline)
-        written = os.pwritev(fd, _batch(views), offset)
+        written = _direct_first(fd, os.pwritev, _batch(views), offset)
         if not written:
             raise OSError(f"the filesystem took nothing at byte {offset}")
         offset += written
         views = _behind(views, written)
-        if written % ALIGNMENT and views and _is_direct(fd):
-            # the rest no longer lies as direct I/O wants it; the page cache takes it, or says why not
-            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_WRONLY)
     return offset
 
 
@@ -86,13 +84,31 @@ def _read_from(fd: int, views: list[memoryview], wanted: int, deadline: float) -
     got = 0
     while got < wanted:
         _check(deadline)
-        read = os.preadv(fd, _batch(views), got)
+        read = _direct_first(fd, os.preadv, _batch(views), got)
         got += read
-        # the file may have been cut meanwhile; direct I/O ends in the middle of a block only where the file does
-        if not read or (read % ALIGNMENT and _is_direct(fd)):
+        if not read:  # the file was cut meanwhile
             break
         views = _behind(views, read)
     return got
+
+
+def _direct_first(fd: int, call: Callable[[int, list[memoryview], int], int], views: list[memoryview], at: int) -> int:
+    """Call; should it be direct I/O that is the matter, call again without.
+
+    After a call that was cut short the rest no longer lies as direct I/O wants it. The page cache takes it, or says why
+    not.
+    """
+    try:
+        return call(fd, views, at)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not _is_direct(fd):
+            raise
+    _leave_direct(fd)
+    return call(fd, views, at)
+
+
+def _leave_direct(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
 def _batch(views: list[memoryview]) -> list[memoryview]:

@@ -17,8 +17,7 @@ from lmcache.errors import TierError
 
 CONNECT_S = 2.0
 """Seconds that connecting, the TLS handshake and logging in may each wait for the server."""
-DRAINED_BYTES = 1 << 20
-"""So much of a value that is of no use is read to its end; for more the connection is given up."""
+_LINE_END = b"\r\n"
 _HEAD_BYTES = 4096
 """Read at once at the beginning of a value: its length and, of a small one, all of it."""
 
@@ -213,8 +212,10 @@ class Line:
             early = early[copied:]
             self.socket.fill(view[copied:])
             left -= len(view)
-        left += 2 - len(early)
-        if left > DRAINED_BYTES:
+        left += len(_LINE_END) - len(early)
+        if left > len(
+            _LINE_END
+        ):  # more than was asked for, so somebody else's: a new connection costs less than its rest
             self.close()
         else:
             self.socket.fill(memoryview(bytearray(left)))

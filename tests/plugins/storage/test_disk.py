@@ -1,6 +1,7 @@
 """The disk tier counts what it keeps, finds it again, and shares its folder with nobody."""
 
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -205,7 +206,7 @@ def test_an_index_that_is_damaged_is_not_believed(opened, tmp_path, damage):
     index = tmp_path / "lmcache.index"
     data = bytearray(index.read_bytes())
     if damage == "flip":
-        data[60] ^= 1
+        data[24 + 20] ^= 1  # of a length
     elif damage == "cut":
         del data[-36:]
     elif damage == "empty":
@@ -376,3 +377,37 @@ def test_a_folder_that_is_not_there_and_a_size_that_is_not_said_are_refused(tmp_
     with pytest.raises(ConfigError) as refused:
         DiskTier(TierLocation("disk", host="cache", path="/x", options={"size_gb": "1"}))
     assert str(refused.value) == "--l2 disk://cache/x names a host; write disk:///cache/x for a folder"
+
+
+# ----------------------------------------------------------------------------------------------------- order of a store
+
+
+def test_a_blob_that_cannot_get_its_name_is_not_there(opened, tmp_path):
+    tier = opened()
+    (tmp_path / "00" / key(1)).mkdir(parents=True)
+    with pytest.raises(TierError, match=r"cannot store .*: Is a directory"):
+        store(tier, 1)
+    assert tier.contains([key(1)], soon()) == [False]
+    assert tier.usage().bytes == tier._index.reserved == 0
+    assert [path.name for path in tmp_path.glob("00/*")] == [key(1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "order"), [({}, ["rename"]), ({"sync": "on"}, ["fsync file", "rename", "fsync folder"])]
+)
+def test_with_sync_bytes_are_on_the_device_before_the_name_and_then_the_name(opened, monkeypatch, options, order):
+    tier, seen = opened(**options), []
+    fsync, rename = os.fsync, os.rename
+
+    def watched_fsync(fd):
+        seen.append("fsync folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "fsync file")
+        fsync(fd)
+
+    def watched_rename(*names):
+        seen.append("rename")
+        rename(*names)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "rename", watched_rename)
+    store(tier, 1)
+    assert seen == order

@@ -106,15 +106,15 @@ def test_where_others_fill_the_file_system_nothing_is_stored_and_nothing_left_ov
 
 
 LIMITED = """
-import resource, sys, time
+import mmap, resource, sys, time
 from lmcache.core.tier import TierLocation
 from lmcache.errors import TierError
 from lmcache.plugins.storage.disk import DiskTier
 tier = DiskTier(TierLocation("disk", path=sys.argv[1], options={"size_gb": "1", "direct": sys.argv[2]}))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-tier.store("ab" * 20, [bytearray(90_000)], time.monotonic() + 60)
+tier.store("ab" * 20, [mmap.mmap(-1, 90_000)], time.monotonic() + 60)
 try:
-    tier.store("cd" * 20, [bytearray(10_000_000)], time.monotonic() + 60)
+    tier.store("cd" * 20, [mmap.mmap(-1, 10_000_000)], time.monotonic() + 60)
 except TierError as error:
     print(error)
 print([key for key, _ in tier.keys()], tier.usage().bytes)
@@ -155,7 +155,8 @@ def test_a_write_error_is_said_and_leaves_nothing(open_tier, tmp_path):
             except TierError as error:
                 said.append(str(error).rpartition(": ")[2])
         assert set(said) in ({"Input/output error"}, {"No space left on device"})
-        assert len(files(folder)) == 10 - len(said) == tier.usage().blobs
+        assert len(files(folder)) == tier.usage().blobs
+        assert not any(name.endswith(".part") for name in files(folder))
 
 
 def test_on_a_file_system_that_became_read_only_loads_go_on_and_stores_say_why(open_tier, tmp_path):
@@ -298,6 +299,20 @@ def test_a_file_removed_by_somebody_is_absent_and_no_longer_counted(stored):
     paths[2].unlink()
     assert load(blobs, 2) is Loaded.ABSENT
     assert blobs.tier.usage().blobs == 3
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_damaged(stored, monkeypatch):
+    blobs, paths = stored
+    fstat = os.fstat
+
+    def cut(fd):
+        facts = fstat(fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(paths[1], 9_000)
+        return facts
+
+    monkeypatch.setattr(os, "fstat", cut)
+    assert load(blobs, 1) is Loaded.DAMAGED
 
 
 def test_a_store_that_is_interrupted_anywhere_leaves_nothing(open_tier, tmp_path, monkeypatch, direct):

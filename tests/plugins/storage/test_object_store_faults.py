@@ -106,6 +106,17 @@ def test_retries_end_at_the_deadline(server: WaywardServer) -> None:
     tier.close()
 
 
+def test_the_shorter_of_two_deadlines_ends_first(server: WaywardServer, tier: S3Tier) -> None:
+    server.mood = "never"
+    patient = threading.Thread(target=lambda: error_of(lambda: load(tier, seconds=3)))
+    patient.start()
+
+    error_of(lambda: load(tier, seconds=0.2))
+
+    assert patient.is_alive()
+    patient.join()
+
+
 @pytest.mark.parametrize("call", range(4))
 def test_a_server_that_never_answers_costs_one_deadline(server: WaywardServer, tier: S3Tier, call: int) -> None:
     server.mood = "never"

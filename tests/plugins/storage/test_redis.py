@@ -217,6 +217,20 @@ def test_many_threads_share_few_connections(server: RedisServer, open_tier: Open
         assert client.info("clients")["connected_clients"] == 3  # the test's own is one
 
 
+def test_calls_one_after_the_other_use_one_connection(server: RedisServer, open_tier: Open) -> None:
+    tier = open_tier()
+    with server.talking() as client:
+        before = client.info("stats")["total_connections_received"]
+        for size in (1, 4085, 4096, 1_000_000):
+            tier.store(key_of(size), [bytes(size)], soon())
+            assert loaded(tier, key_of(size), size)[0] == size
+            assert loaded(tier, key_of("none"), size)[0] == 0
+            assert tier.contains([key_of(size)], soon()) == [True]
+        list(tier.keys())
+
+        assert client.info("stats")["total_connections_received"] == before + 1
+
+
 def test_closing_ends_the_connections(server: RedisServer, open_tier: Open) -> None:
     tier = open_tier()
     tier.store(key_of(1), [b"blob"], soon())

@@ -124,6 +124,10 @@ def test_slots_that_move_are_followed(cluster: RedisCluster, tier: RedisTier) ->
             client.execute_command("CLUSTER SETSLOT", slot, "NODE", ids["t"])
         assert load(tier, moved) == b"new"
         assert tier.contains([moved], soon()) == [True]
+        sent_on = there.info("errorstats")["errorstat_MOVED"]["count"]
+        for _ in range(5):
+            assert load(tier, moved) == b"new"
+        assert there.info("errorstats")["errorstat_MOVED"]["count"] == sent_on
 
         there.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids["t"])
         here.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids["s"])
@@ -153,6 +157,36 @@ def test_a_server_that_is_lost_costs_its_share_only(tmp_path: Path) -> None:
             server.kill()
         with pytest.raises(TierError):
             tier.contains(KEYS, soon())
+    finally:
+        tier.close()
+        cluster.close()
+
+
+def test_when_a_replica_takes_over_blobs_are_stored_and_loaded_again(tmp_path: Path) -> None:
+    cluster = RedisCluster(tmp_path, replicas=1)
+    tier = RedisTier(cluster.location())
+    try:
+        store_all(tier)
+        lost = max(cluster.primaries(), key=lambda server: server is not cluster.servers[0])
+        keys = held(lost)
+        with lost.talking() as client:
+            assert client.wait(1, 20_000) == 1  # one replica has it all
+        lost.kill()
+        with pytest.raises(TierError):
+            tier.store(min(keys), [b"new"], soon())
+
+        end = soon() + 30
+        stored = False
+        while not stored:
+            assert time.monotonic() < end
+            try:
+                tier.store(min(keys), [b"new"], soon())
+                stored = True
+            except TierError:
+                time.sleep(0.1)
+
+        assert load(tier, min(keys)) == b"new"
+        assert [load(tier, key) for key in sorted(keys)[1:]] == [f"{key}/tail".encode() for key in sorted(keys)[1:]]
     finally:
         tier.close()
         cluster.close()

@@ -144,18 +144,36 @@ def test_a_store_to_a_paused_server_ends_at_its_deadline(server: RedisServer, ti
     assert load(tier) in ((0, bytes(16)), (len(LARGE), LARGE[:16]))
 
 
-def test_a_late_answer_is_never_taken_for_another_one(server: RedisServer, tier: RedisTier) -> None:
+def test_a_late_answer_is_never_taken_for_another_one(
+    server: RedisServer, tier: RedisTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_servers, "LEFT_ALONE_S", (0.0, 0.0))
     tier.store(KEY, [b"first"], within(5))
     tier.store(OTHER, [b"second"], within(5))
     server.pause()
     error_of(lambda: load(tier, seconds=0.1))
-    server.resume()
-    once_it_answers(tier)
-
+    waker = threading.Timer(0.2, server.resume)  # asked for KEY first, it answers that before anything else
+    waker.start()
     for _ in range(100):
         buffer = bytearray(6)
         assert tier.load(OTHER, [memoryview(buffer)], within(5)) == 6
         assert buffer == b"second"
+    waker.join()
+
+
+def test_the_shorter_of_two_deadlines_ends_first(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_servers, "LEFT_ALONE_S", (0.0, 0.0))
+    tier = RedisTier(server.location())
+    tier.store(KEY, [b"blob"], within(5))
+    server.pause()
+    patient = threading.Thread(target=lambda: error_of(lambda: load(tier, seconds=3)))
+    patient.start()
+
+    error_of(lambda: load(tier, seconds=0.2))
+
+    assert patient.is_alive()
+    patient.join()
+    tier.close()
 
 
 def test_an_answer_that_drips_does_not_outlast_the_deadline() -> None:
