@@ -72,7 +72,10 @@ class Options(_FromCode):
 
 
 def _options(command: click.Command) -> list[click.Option]:
-    return [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+    """Of a command, or of all the commands of a group, each once."""
+    commands = command.commands.values() if isinstance(command, click.Group) else [command]
+    options = {p.name: p for each in commands for p in each.params if isinstance(p, click.Option) and not p.hidden}
+    return list(options.values())
 
 
 def _option(option: click.Option, context: click.Context) -> tuple[str, str, str]:

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--eviction-policy",
-    default="LRU",
+    default="prefix-aware",
     show_default=True,
     metavar="NAME",
     help="Who goes first when L1 is full; `lmcache plugins` lists what there is.",

@@ -158,8 +158,10 @@ class WaywardServer:
                 connection.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
 
-    def _send(self, request: Any, status: int, body: bytes, length: int | None = None) -> None:
+    def _send(self, request: Any, status: int, body: bytes, length: int | None = None, content_range: str = "") -> None:
         request.send_response(status)
+        if content_range:
+            request.send_header("Content-Range", content_range)
         request.send_header("Content-Length", str(len(body) if length is None else length))
         request.send_header("ETag", '"e"')
         request.send_header("x-ms-version", "2021-12-02")
@@ -201,6 +203,9 @@ class WaywardServer:
                     break
                 request.wfile.write(blob[at : at + 1])
             request.close_connection = True
+        elif part := re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range") or ""):
+            first, last = int(part[1]), min(int(part[2]), len(blob) - 1)
+            self._send(request, 206, blob[first : last + 1], content_range=f"bytes {first}-{last}/{len(blob)}")
         else:
             self._send(request, 200, blob)
 

@@ -60,7 +60,7 @@ def test_ready_line_and_status_say_the_same_of_size_and_chunk_size_and_no_line_e
     server = start_server()
     shown = lmcache("status", "--port", str(server.port)).stdout
 
-    chunk = "policy LRU, chunk size 256 tokens or what each engine needs"
+    chunk = "policy prefix-aware, chunk size 256 tokens or what each engine needs"
     assert f": L1 51.0 MiB in 51 cells, {chunk}, epoch " in server.ready_line
     assert re.search(
         rf"(?m)^L1: 0 B of 51\.0 MiB used, (0 B|51\.0 MiB) taken from the host; {chunk}$",
@@ -211,7 +211,7 @@ def test_status_shows_an_engine_and_its_store_and_wait_idle_waits_for_it(lmcache
     client.close()
 
     assert f"lmcache {__version__} at 127.0.0.1:{port}, pid {server.process.pid}, up " in shown
-    assert "policy LRU, chunk size 128 tokens\n" in shown
+    assert "policy prefix-aware, chunk size 128 tokens\n" in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["worker", "0", str(os.getpid()), "test", "128", link.namespace.hex()] in lines
     assert ["shards_committed", "2"] in [words[:2] for words in lines]

@@ -82,7 +82,9 @@ def test_every_drawing_is_shown(pages):
 def _options(command: str) -> set[str]:
     module = importlib.import_module(f"lmcache.cli.{command.replace('-', '_')}")
     found: click.Command = getattr(module, command.replace("-", "_"))
-    return {option for parameter in found.params for option in parameter.opts if option.startswith("--")}
+    commands = found.commands.values() if isinstance(found, click.Group) else [found]
+    parameters = [parameter for each in commands for parameter in each.params]
+    return {option for parameter in parameters for option in parameter.opts if option.startswith("--")}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

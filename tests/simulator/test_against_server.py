@@ -93,13 +93,33 @@ def start_server() -> Iterator[StartServer]:
 
 
 @pytest.mark.parametrize(
-    ("name", "gigabytes", "ranks"),
-    [("llama", "0.006", 1), ("llama", "0.006", 2), ("gemma", "0.004", 1), ("hybrid", "0.002", 1)],
+    ("name", "gigabytes", "ranks", "policy"),
+    [
+        ("llama", "0.006", 1, "LRU"),
+        ("llama", "0.006", 2, "LRU"),
+        ("gemma", "0.004", 1, "LRU"),
+        ("hybrid", "0.002", 1, "LRU"),
+        ("llama", "0.006", 2, "prefix-aware"),
+        ("hybrid", "0.002", 1, "S3-FIFO"),
+    ],
 )
-def test_a_recording_replays_to_the_servers_own_counters(name, gigabytes, ranks, tmp_path, start_server) -> None:
+def test_a_recording_replays_to_the_servers_own_counters(
+    name, gigabytes, ranks, policy, tmp_path, start_server
+) -> None:
     """With the server's policy and size, whatever KV groups and ranks the engine has: the recording tells."""
     file = tmp_path / "recording.jsonl"
-    server = start_server("--record", str(file), "--chunk-size", "64", "--l1-size-gb", gigabytes, "--l1-cell-kb", "4")
+    server = start_server(
+        "--record",
+        str(file),
+        "--chunk-size",
+        "64",
+        "--l1-size-gb",
+        gigabytes,
+        "--l1-cell-kb",
+        "4",
+        "--eviction-policy",
+        policy,
+    )
     shape = GEOMETRIES[name]
     with ReferenceEngine(shape, server=server.address, deadline=30.0, blocks=300, ranks=ranks) as engine:
         for turn in range(30):
@@ -114,16 +134,16 @@ def test_a_recording_replays_to_the_servers_own_counters(name, gigabytes, ranks,
     server.process.communicate()
 
     cells = int(float(gigabytes) * (1 << 30)) // 4096
-    trace = simulate(str(file), "--policy", "LRU", "--capacity", f"{gigabytes}GB")
+    trace = simulate(str(file), "--policy", policy, "--capacity", f"{gigabytes}GB")
     assert trace["recorded"] == {
-        "policy": "LRU",
+        "policy": policy,
         "l1_bytes": cells * 4096,
         "tokens_asked": counters["tokens_asked"],
         "tokens_hit": counters["tokens_hit"],
     }
-    lru = trace["results"][0]
-    assert (lru["policy"], lru["cells"]) == ("LRU", cells)
-    assert (lru["tokens_hit"], lru["chunks_evicted"]) == (counters["tokens_hit"], counters["chunks_evicted"])
+    replayed = next(each for each in trace["results"] if each["policy"] == policy)
+    assert replayed["cells"] == cells
+    assert (replayed["tokens_hit"], replayed["chunks_evicted"]) == (counters["tokens_hit"], counters["chunks_evicted"])
     assert counters["tokens_hit"] > 0
     assert counters["chunks_evicted"] > 0
     assert counters["records_lost"] == 0

@@ -1,6 +1,7 @@
 """prefix-aware: made for KV caches. Knows chains and what chunks cost, and learns when they come back."""
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -10,19 +11,22 @@ from lmcache.core.policy import ChunkNode, EvictionPolicy
 from lmcache.plugins.eviction.arrivals import Arrivals
 from lmcache.plugins.eviction.ghosts import Ghosts
 from lmcache.plugins.eviction.queue import NodeQueue
-from lmcache.plugins.eviction.returns import BINS, Life, Returns, bin_of
+from lmcache.plugins.eviction.returns import Life, Returns, bin_of
 
-MOST_USES = 4
-"""Chunks used more often than this are of one kind with those used so often."""
+USES = (1, 2, 3, 4, 8, 16)
+"""Chunks used as often, from one of these to the next, are of one kind: popularity counts by its order of magnitude."""
 
-KINDS = 2 * MOST_USES
+KINDS = 2 * len(USES)
 
-GHOSTS = 3
+GHOSTS = 4
 """Chunks that are remembered for each one that is cached: what pauses longer than it stays must be seen to return."""
 
 FEWEST_GHOSTS = 4096
 
-DEEP = 2048
+HINTED = 8
+"""How much more a chunk of high priority is worth than another, and how much less one of low priority."""
+
+DEEP = 8192
 """Chunks before it at which a chunk counts twice, for attention looks back at all of them. Large models pay that much
 earlier, but deep chunks come back less often: with 256, a tenth of the conversations' chunks hits 1.4 points less."""
 
@@ -34,12 +38,14 @@ class Place(Life):
     uses: int = 1
     tail: bool = False
     """Whether a prompt ended here, and none went on since."""
+    priority: int = 0
+    """What requests said of it when it was put into its queue."""
     followers: int = 0
     """Known nodes of which it is the parent."""
 
     def classify(self) -> None:
         """Say what kind of life begins."""
-        self.kind = min(self.uses, MOST_USES) - 1 + MOST_USES * self.tail
+        self.kind = bisect_right(USES, self.uses) - 1 + len(USES) * self.tail
 
 
 class PrefixAware(EvictionPolicy):
@@ -48,19 +54,24 @@ class PrefixAware(EvictionPolicy):
     *Learned*: what `Returns` has seen of chunks used as often, and of prompts' ends, at that age. A conversation that
     comes back after its user has read the answer is worth little at once, more later, and nothing after a long time;
     no order of recency says that. *Known*: only leaves can go, so trunks do not compete until their last branch is
-    gone; a deep chunk costs more to compute again. Counts nodes, not cells.
+    gone; a deep chunk costs more to compute again; what requests say of a chunk, by its priority.
+
+    Where there is little to go by, recency decides. Chunks of one kind and one bin go in the order of their last use, a
+    prompt at a time, and the first bin is as wide as a few long prompts: an L1 that holds no more than these, whose
+    chunks are all as young, is told no more by what was learned than which kinds come back. Counts nodes, not cells.
 
     The index is Gittins's (1979, see `returns.py`); learned from when objects return, as in LHD (N. Beckmann, H. Chen,
     A. Cidon, LHD: improving cache hit rate by maximizing hit density, NSDI 2018).
 
-    Leaves of one kind and one bin of age are in one queue, so a search compares queues, not nodes.
+    Leaves of one kind, bin of age and priority are in one queue, so a search compares queues, not nodes.
     """
 
     name = "prefix-aware"
 
     def __init__(self) -> None:
         self._returns = Returns(KINDS)
-        self._leaves = [[NodeQueue() for _ in range(BINS)] for _ in range(KINDS)]
+        self._leaves: dict[tuple[int, int, int], NodeQueue] = {}
+        """By kind, priority and bin of age, as far as there ever were any."""
         self._trunks = NodeQueue()
         self._ghosts = Ghosts()
         self._arrivals = Arrivals()
@@ -75,7 +86,8 @@ class PrefixAware(EvictionPolicy):
             place.uses = known.uses + 1
         place.classify()
         place.since = returns.now
-        self._leaves[place.kind][0].append(node, place)
+        place.priority = node.priority
+        self._queue(place, 0).append(node, place)
         self._arrivals.insert(node)
         self._nodes += 1
         above = _place(node.parent)
@@ -119,21 +131,20 @@ class PrefixAware(EvictionPolicy):
     def victims(self) -> Iterator[ChunkNode]:
         """Leaves by worth, the least first; a trunk as soon as all that follows it was named."""
         self._age()
-        coldest = [(queue, queue.coldest) for kind in self._leaves for queue in kind]
-        line: list[tuple[float, int, ChunkNode, Iterator[ChunkNode]]] = []
-        for number, (queue, node) in enumerate(coldest):
-            if node:
-                rest = iter(queue)
-                next(rest)
-                line.append((self._worth(node), number, node, rest))
+        line: list[tuple[float, int, int, ChunkNode, Iterator[ChunkNode]]] = []
+        for queue in self._leaves.values():
+            rest = iter(queue)
+            for node in rest:
+                line.append((*self._worth(node), len(line), node, rest))
+                break
         heapq.heapify(line)
-        number, unnamed = len(coldest), dict[ChunkNode, int]()
+        number, unnamed = len(line), dict[ChunkNode, int]()
         while line:
-            _, queue_number, node, rest = line[0]
+            _, _, queue_number, node, rest = line[0]
             yield node
             following = next(rest, None)
             if following:
-                heapq.heapreplace(line, (self._worth(following), queue_number, following, rest))
+                heapq.heapreplace(line, (*self._worth(following), queue_number, following, rest))
             else:
                 heapq.heappop(line)
             above = _place(node.parent)
@@ -141,7 +152,7 @@ class PrefixAware(EvictionPolicy):
                 unnamed[node.parent] = unnamed.get(node.parent, above.followers) - 1
                 if not unnamed[node.parent]:
                     number += 1
-                    heapq.heappush(line, (self._worth(node.parent), number, node.parent, iter(())))
+                    heapq.heappush(line, (*self._worth(node.parent), number, node.parent, iter(())))
 
     def _begin(self, node: ChunkNode, *, tail: bool) -> None:
         place: Place = node.policy_state.mark
@@ -149,28 +160,41 @@ class PrefixAware(EvictionPolicy):
         place.classify()
         self._returns.begin(place)
         if not place.followers:
-            self._leaves[place.kind][0].move_to_warm_end((node,))
+            place.priority = node.priority
+            self._queue(place, 0).move_to_warm_end((node,))
+
+    def _queue(self, place: Place, number: int) -> NodeQueue:
+        queue = self._leaves.get((place.kind, place.priority, number))
+        if queue is None:
+            queue = self._leaves[place.kind, place.priority, number] = NodeQueue()
+        return queue
 
     def _file(self, node: ChunkNode, place: Place) -> None:
-        """Put a leaf where its kind and age belong."""
-        self._leaves[place.kind][bin_of(self._returns.now - place.since)].move_to_warm_end((node,))
+        """Put a leaf where its kind and age belong. What follows one that went is as old, and goes next, as in LRU."""
+        place.priority = node.priority
+        queue = self._queue(place, bin_of(self._returns.now - place.since))
+        coldest = _place(queue.coldest)
+        if coldest and place.since <= coldest.since:
+            queue.move_to_cold_end(node)
+        else:
+            queue.move_to_warm_end((node,))
 
     def _age(self) -> None:
         """Move leaves that have outgrown their bin: each does so once for each bin."""
         now = self._returns.now
-        for queues in self._leaves:
-            for number, queue in enumerate(queues):
-                while node := queue.coldest:
-                    place: Place = node.policy_state.mark
-                    if bin_of(now - place.since) <= number:
-                        break
-                    self._file(node, place)
+        for (_, _, number), queue in list(self._leaves.items()):
+            while node := queue.coldest:
+                place: Place = node.policy_state.mark
+                if bin_of(now - place.since) <= number:
+                    break
+                self._file(node, place)
 
-    def _worth(self, node: ChunkNode) -> float:
-        """Hits to be expected for a place and time, in computing saved. Hints belong here, as further factors."""
+    def _worth(self, node: ChunkNode) -> tuple[float, int]:
+        """Hits to be expected for a place and time, by what they save and what is said of them; then the last use."""
         place: Place = node.policy_state.mark
         age = bin_of(self._returns.now - place.since)
-        return self._returns.worth[place.kind][age] * (1 + node.depth / DEEP)
+        hits = self._returns.worth[place.kind][age]
+        return hits * (1 + node.depth / DEEP) * HINTED**place.priority, place.since
 
 
 def _place(node: ChunkNode | None) -> Place | None:

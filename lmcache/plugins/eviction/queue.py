@@ -63,6 +63,14 @@ class NodeQueue:
             first.colder, last.warmer = warmest, end
             warmest.warmer, end.colder = first, last
 
+    def move_to_cold_end(self, node: ChunkNode) -> None:
+        """Take a node out of its queue and put it here: the next to go."""
+        link, end = node.policy_state, self._end
+        link.colder.warmer, link.warmer.colder = link.warmer, link.colder
+        link.colder, link.warmer = end, end.warmer
+        end.warmer.colder = link
+        end.warmer = link
+
     @staticmethod
     def remove(node: ChunkNode) -> None:
         """Take a node out of the queue that it is in."""

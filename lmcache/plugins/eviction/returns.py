@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import attrs
 
-EDGES = (0, *(int(32 * 1.5**power) for power in range(33)))
-"""Ages at which a bin begins, in chunks that were stored or used since: half as long again each time, to 13 million."""
+EDGES = (0, *(int(256 * 1.5**power) for power in range(28)))
+"""Ages at which a bin begins, in chunks that were stored or used since: half as long again each time, to 15 million.
+
+The first is as long as a few long prompts: so little can be told apart below that, that recency decides."""
 
 BINS = len(EDGES) - 1
 _WIDTHS = [after - before for before, after in pairwise(EDGES)]
@@ -15,7 +17,7 @@ _WIDTHS = [after - before for before, after in pairwise(EDGES)]
 SAMPLE = 4
 """One life in so many is watched, on average; a power of two."""
 
-MEMORY = 5000
+MEMORY = 20_000
 """Lives that a bin knows at most, before it forgets half: so the model follows the traffic."""
 
 PRIOR, PRIOR_LIVES = 0.1, 20 / SAMPLE

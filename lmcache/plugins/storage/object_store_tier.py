@@ -11,8 +11,8 @@ from lmcache.core.tier_url import choice
 from lmcache.errors import ConfigError, TierError
 from lmcache.plugins.storage.object_store_calls import Calls, in_short
 
-CHUNK_BYTES = 1 << 20
-"""A blob is received in pieces of so much, so that no copy holds the interpreter's lock for long."""
+COPY_BYTES = 1 << 20
+"""So much is copied at a time, so that no copy holds the interpreter's lock for long."""
 LIST_COUNT = 1000
 MOST_CONNECTIONS = 1000
 
@@ -46,15 +46,20 @@ class ObjectStoreTier(StorageTier):
             raise self._trouble(error) from error
 
     def load(self, key: str, into: Sequence[memoryview], deadline: float) -> int:
-        """One request, received into the buffers in pieces."""
+        """One request, and a copy from what it received; a second request if the blob is longer than the buffers."""
+        room = sum(view.nbytes for view in into)
         try:
-            return self._calls.run(partial(self._receive, self._name(key), into), deadline)
+            size, received = self._calls.run(partial(self._fetch, self._name(key), room), deadline)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
                 raise self._trouble(error) from error
             return 0
         except Exception as error:
             raise self._trouble(error) from error
+        if len(received) < min(size, room):
+            raise TierError(f"{self.location} sent {len(received)} bytes of a blob of {size}")
+        _pour(received, into)
+        return size
 
     def contains(self, keys: Sequence[str], deadline: float) -> list[bool]:
         """A request for each key, many at once; False where no answer came, unless none came at all."""
@@ -103,22 +108,17 @@ class ObjectStoreTier(StorageTier):
         """Where a blob is: in one of 256 folders, which file systems are glad of."""
         return f"{self._folder}/{key[:2]}/{key}".lstrip("/")
 
-    async def _receive(self, name: str, into: Sequence[memoryview]) -> int:
+    async def _fetch(self, name: str, room: int) -> tuple[int, memoryview]:
+        """An object's length, and as much of it as there is room for."""
         import obstore
 
         result = await obstore.get_async(self._store, name)
         size: int = result.meta["size"]
-        wanted = min(size, sum(view.nbytes for view in into))
-        filled = 0
-        rest = [view.cast("B") for view in into]
-        if wanted:
-            async for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
-                filled += _pour(memoryview(chunk), rest)
-                if filled >= wanted:
-                    break
-        if filled < wanted:
-            raise TierError(f"{self.location} sent {filled} bytes of a blob of {size}")
-        return size
+        if size <= room:
+            return size, memoryview(await result.bytes_async())
+        if not room:
+            return size, memoryview(b"")
+        return size, memoryview(await obstore.get_range_async(self._store, name, start=0, end=room))
 
     async def _size(self, name: str) -> int:
         import obstore
@@ -165,15 +165,12 @@ class ObjectStoreTier(StorageTier):
         )
 
 
-def _pour(chunk: memoryview, into: list[memoryview]) -> int:
-    """Move a chunk into the front of the buffers, which are shortened by what is filled; returns how much fitted."""
-    poured = 0
-    while len(chunk) and into:
-        count = min(len(chunk), len(into[0]))
-        into[0][:count] = chunk[:count]
-        chunk = chunk[count:]
-        into[0] = into[0][count:]
-        if not len(into[0]):
-            into.pop(0)
-        poured += count
-    return poured
+def _pour(blob: memoryview, into: Sequence[memoryview]) -> None:
+    """Copy into the buffers, in pieces: a copy holds the interpreter's lock."""
+    at = 0
+    for part in into:
+        view = part.cast("B")
+        for start in range(0, min(len(view), len(blob) - at), COPY_BYTES):
+            piece = blob[at : at + min(COPY_BYTES, len(view) - start)]
+            view[start : start + len(piece)] = piece
+            at += len(piece)

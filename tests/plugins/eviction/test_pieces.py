@@ -24,6 +24,20 @@ def test_a_mark_stays_with_a_node_that_moves_to_another_queue():
     assert (node.policy_state, other.coldest) == (None, None)
 
 
+def test_a_node_goes_to_the_cold_end_from_anywhere():
+    one, other = NodeQueue(), NodeQueue()
+    a, b, c, d = (make_chain(1)[0] for _ in range(4))
+    for node in (a, b, c):
+        one.append(node)
+    other.append(d)
+    for node in (b, d, b):
+        one.move_to_cold_end(node)
+    assert (list(one), list(other), one.coldest) == ([b, d, a, c], [], b)
+    other.move_to_cold_end(c)
+    one.move_to_warm_end([b])
+    assert (list(one), list(other)) == ([d, a, b], [c])
+
+
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 

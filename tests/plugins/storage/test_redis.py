@@ -1,6 +1,7 @@
 """Blobs on a real redis server: what is stored, how, and what a user who writes a URL is told."""
 
 import hashlib
+import re
 import subprocess
 import sys
 import threading
@@ -269,6 +270,25 @@ def test_a_user_logs_in_with_secrets_that_no_message_shows(tmp_path: Path) -> No
             for each in (tier, stranger, nobody, foreign):
                 each.close()
     finally:
+        server.close()
+
+
+def test_the_rights_that_the_documentation_names_are_enough(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tiers" / "redis.md").read_text()
+    rule = re.search(r"ACL SETUSER lmcache (.*)", page)
+    assert rule
+    server = RedisServer(tmp_path, "--user", "lmcache", *rule[1].replace("PASSWORD", "tops3cret").split())
+    secrets = {"username": "lmcache", "password": "tops3cret"}
+    tier = RedisTier(TierLocation("redis", "127.0.0.1", server.port, "/1", {"ttl_s": "60"}, secrets))
+    try:
+        tier.store(key_of(1), [b"blob"], soon())
+        assert loaded(tier, key_of(1), 4) == (4, b"blob")
+        assert tier.contains([key_of(1)], soon()) == [True]
+        assert list(tier.keys()) == [(key_of(1), 4)]
+        tier.delete([key_of(1)], soon())
+        assert list(tier.keys()) == []
+    finally:
+        tier.close()
         server.close()
 
 

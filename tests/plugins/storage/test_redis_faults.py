@@ -1,6 +1,7 @@
 """Redis servers that die, hang, come back, are full, or hold what somebody else wrote: misses, at once, and no more."""
 
 import hashlib
+import random
 import socket
 import threading
 import time
@@ -305,6 +306,34 @@ def test_a_read_only_replica_loads_but_does_not_store(server: RedisServer, tmp_p
     finally:
         tier.close()
         replica.close()
+
+
+def test_a_server_that_still_loads_its_data_says_so_and_serves_once_it_has(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    with server.talking() as client:
+        for number in range(100):
+            client.set(b"filler %d" % number, random.randbytes(1000))
+        client.set(NAME, b"blob")
+        client.save()
+    server.close()
+    slowly = ("--key-load-delay", "10000", "--loading-process-events-interval-bytes", "1024")
+    server = RedisServer(tmp_path, *slowly)
+    tier = RedisTier(server.location())
+    try:
+        assert "is still loading its data" in error_of(lambda: load(tier))
+        assert once_it_answers(tier) is True
+        assert load(tier) == (4, b"blob" + bytes(12))
+    finally:
+        tier.close()
+        server.close()
+
+
+def test_a_server_with_too_many_clients_says_so(server: RedisServer, tier: RedisTier) -> None:
+    with server.talking() as client:
+        client.config_set("maxclients", 1)
+        assert "max number of clients reached" in error_of(lambda: load(tier))
+        client.config_set("maxclients", 100)
+        assert once_it_answers(tier) is False
 
 
 def test_a_server_that_wants_a_password_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Payloads as .xz streams: a codec for lmcache. `codec.py` is the plugin."""
