@@ -110,6 +110,22 @@ if TYPE_CHECKING:
     expose_value=False,
     help="Accepted, and changes nothing: each KV group is always stored as objects of its own.",
 )
+@click.option(
+    "--l2",
+    "tiers",
+    multiple=True,
+    metavar="URL",
+    help="A storage tier behind L1, like disk:///path?size_gb=100 or redis://host:6379. Repeatable: they are tried in "
+    "order. `lmcache plugins` lists the kinds.",
+)
+@click.option(
+    "--l2-deadline-s",
+    type=click.FloatRange(0.01, 3600),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Longest time that a lookup waits for tiers; then what has come by then is the hit.",
+)
 @plugin_names
 @click.option(
     "--socket-dir",
@@ -149,6 +165,8 @@ def server(
     admission: tuple[str, ...],
     retention: tuple[str, ...],
     max_workers: int,
+    tiers: tuple[str, ...],
+    l2_deadline_s: float,
     plugin_names: tuple[str, ...],
     socket_dir: str | None,
     record: str | None,
@@ -169,9 +187,10 @@ def server(
         socket_dir=socket_dir,
         quotas=tenant_sizes("--quota", quotas, l1_bytes),
         guarantees=tenant_sizes("--guarantee", guarantees, l1_bytes),
+        l2_deadline_s=l2_deadline_s,
     )
     _start_logging(log_level)
-    chosen = Chosen(plugin_names, eviction_policy, admission, retention)
+    chosen = Chosen(plugin_names, eviction_policy, admission, retention, tiers)
     _serve(config, chosen, record, record_mb << 20)
 
 
@@ -199,6 +218,8 @@ class Chosen:
     eviction: str
     admission: tuple[str, ...]
     retention: tuple[str, ...]
+    tiers: tuple[str, ...]
+    """URLs."""
 
 
 def _serve(config: "ServerConfig", chosen: Chosen, record: str | None, record_bytes: int) -> None:
@@ -211,7 +232,8 @@ def _serve(config: "ServerConfig", chosen: Chosen, record: str | None, record_by
     speakers = plugins.make_speakers(chosen.admission, chosen.retention)
     about = {"policy": policy.name, "cells": config.cells, "cell_bytes": config.cell_bytes}
     with recording(record, record_bytes, about) as recorder:
-        running = Server(config, policy, recorder, speakers)
+        tiers = [(tier.blobs, tier.settings) for tier in map(plugins.open_tier, chosen.tiers)]
+        running = Server(config, policy, recorder, speakers, tiers)
         _stop_on_signals(running)
         click.echo(_ready_line(running, policy.name))
         _run(running, plugins)

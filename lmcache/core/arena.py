@@ -10,7 +10,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from lmcache.core.memory import available_memory
@@ -58,6 +58,20 @@ class Mapping:
         if self._map is None:
             raise ValueError("the mapping is closed")
         return memoryview(self._map)
+
+    def pieces(self, cell_bytes: int, cells: Sequence[int], length: int) -> list[memoryview]:
+        """The first `length` bytes of these cells, cells that are neighbours in one piece."""
+        memory = self.memory
+        pieces: list[memoryview] = []
+        start = stop = -1
+        for cell in cells:
+            if cell * cell_bytes != stop:
+                if stop > start:
+                    pieces.append(memory[start:stop])
+                start = stop = cell * cell_bytes
+            taken = min(length, cell_bytes)
+            stop, length = stop + taken, length - taken
+        return [*pieces, memory[start:stop]] if stop > start else pieces
 
     def populate(self, start: int, stop: int) -> None:
         """Map every page of [start, stop) now, allocating what has none. Releases the GIL. Raises OSError."""

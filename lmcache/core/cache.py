@@ -17,7 +17,7 @@ One module, though a long one: each of these holds only because of all methods t
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -35,6 +35,9 @@ from lmcache.core.residents import Residents
 from lmcache.core.voices import Speakers, Voices
 from lmcache.errors import Refused
 from lmcache.geometry.hits import Hit, longest_hit
+
+TIERS = 0
+"""The owner of what is fetched from tiers: no client has this number."""
 
 REMEMBERED_TICKETS = 4096
 """Completed tickets whose late or repeated confirmations are still answered truthfully."""
@@ -110,8 +113,10 @@ class Cache:
         self._pin_limit = int(allocator.cells * pin_share)
         self._next_id = first_id
         self._completed: deque[int] = deque(maxlen=REMEMBERED_TICKETS)
+        self.on_committed: Callable[[Node, int], None] | None = None
+        """Hears of every slot of a chunk that becomes readable, in the call that makes it so."""
 
-    # ---------------------------------------------------------------------------------------------------------- time
+    # ------------------------------------------------------------------------------------------------------------- time
 
     def advance(self, now: float) -> None:
         """It is `now`, in seconds on a clock that never goes back: end pins and drop chunks whose time has come."""
@@ -123,7 +128,7 @@ class Cache:
         """When `advance` should be called at the latest; infinite if nothing waits for it."""
         return min(self.residents.next_expiry, self.prefix_pins.next_end)
 
-    # ------------------------------------------------------------------------------------------------------- writing
+    # ---------------------------------------------------------------------------------------------------------- writing
 
     def reserve(
         self,
@@ -146,7 +151,7 @@ class Cache:
             return Placement(0, b"", b"")
         hints = self._advised(namespace, tenant, above, hashes, hints)
         admitted = self._admitted(namespace, tenant, above, hashes, hints)
-        reservation = Reservation(self._new_id(), owner, [])
+        reservation = Reservation(self.new_id(), owner, [])
         # registered first: whatever fails half way, what was granted so far belongs to somebody
         self.reservations[reservation.id] = reservation
         placed, last = self._place(reservation, namespace, tenant, above, hashes[:admitted], group, shard, hints)
@@ -250,6 +255,8 @@ class Cache:
             node.shards[slot] = cells
             self._seal(node)
             self.counters.shards_committed += 1
+            if self.on_committed:
+                self.on_committed(node, slot)
 
     def _seal(self, node: Node) -> None:
         namespace = node.namespace
@@ -279,7 +286,7 @@ class Cache:
             node.writing &= ~(1 << slot)
             self.residents.give_back(node, unpack_cells(cells))
 
-    # ------------------------------------------------------------------------------------------------------- reading
+    # ---------------------------------------------------------------------------------------------------------- reading
 
     def lookup(
         self,
@@ -289,11 +296,12 @@ class Cache:
         limit: int,
         tenant: str = "",
         hints: Hints = NO_HINTS,
+        number: int = 0,
     ) -> Ticket | None:
         """The longest prefix that can be served, pinned; None when there is none.
 
-        `limit` is the most tokens that the hit may cover. One owner's tickets hold at most a share of the arena; a hit
-        that would exceed it is shortened.
+        `limit` is the most tokens that the hit may cover; `number`, if given, is to be the ticket's. One owner's
+        tickets hold at most a share of the arena; a hit that would exceed it is shortened.
         """
         nodes = list(map(namespace.nodes.get, hashes))
         sealed = self.residents.served(nodes)
@@ -310,7 +318,7 @@ class Cache:
         chain = list(dict.fromkeys(filter(None, reversed(reached))))
         self.residents.order.touch(chain)
         self.residents.retain(chain, self._advised(namespace, tenant, None, hashes[: len(reached)], hints))
-        return self._issue(owner, namespace, hit, needed)
+        return self._issue(number or self.new_id(), owner, namespace, hit, needed)
 
     def _within_pin_share(
         self, owner: int, namespace: Namespace, nodes: list[Node | None], sealed: list[int], limit: int
@@ -328,8 +336,8 @@ class Cache:
             needed = _needed(hit, nodes)
         return hit, needed
 
-    def _issue(self, owner: int, namespace: Namespace, hit: Hit, needed: list[Node | None]) -> Ticket:
-        ticket = Ticket(self._new_id(), owner, namespace, hit, needed, set(range(namespace.geometry.ranks)))
+    def _issue(self, number: int, owner: int, namespace: Namespace, hit: Hit, needed: list[Node | None]) -> Ticket:
+        ticket = Ticket(number, owner, namespace, hit, needed, set(range(namespace.geometry.ranks)))
         self.pins.setdefault(owner, Pins()).take(ticket.held)
         self.tickets[ticket.id] = ticket
         return ticket
@@ -382,7 +390,38 @@ class Cache:
             self._end(ticket)
             self.counters.tickets_dropped += 1
 
-    # ------------------------------------------------------------------------------------------------------- pinning
+    # -------------------------------------------------------------------------------------------------------- for tiers
+
+    def hold(self, node: Node) -> None:
+        """Keep a chunk where it is: a tier reads it, or it is being fetched."""
+        node.pins += 1
+        node.held += 1
+
+    def let_go(self, node: Node) -> None:
+        """End a `hold`; the chunk is forgotten if it has come to nothing."""
+        node.pins -= 1
+        node.held -= 1
+        if node.empty and node.namespace.nodes.get(node.hash) is node:
+            self.residents.prune(node)
+
+    def fetch(
+        self, namespace: Namespace, hashes: Sequence[ChainHash], chunk: int, slot: int, tenant: str, hints: Hints
+    ) -> "Reservation | Node | None":
+        """Cells for one shard of a prompt's chunk that comes from a tier: `TIERS` is their writer.
+
+        The chunk itself where the shard is there or is being written; None where there is no room for it.
+        """
+        node = self.residents.chain_to(namespace, hashes[: chunk + 1], tenant, hints)
+        if _placed(node, slot) is not Placed.GRANTED:
+            return node
+        reservation = Reservation(self.new_id(), TIERS, [])
+        group, _ = namespace.group_and_shard(slot)
+        if not self._grant(node, slot, namespace.object_cells[group], reservation):
+            return None
+        self.reservations[reservation.id] = reservation
+        return reservation
+
+    # ---------------------------------------------------------------------------------------------------------- pinning
 
     def pin(self, namespace: Namespace, hashes: Sequence[ChainHash], seconds: float) -> PrefixPin | None:
         """Keep the longest prefix of a prompt that can be served now, for so long; None when there is none.
@@ -395,7 +434,7 @@ class Cache:
         nodes = [node for node in known[: hit.tokens // namespace.chunk_size] if node]
         if not nodes:
             return None
-        pin = self.prefix_pins.pin(self._new_id(), namespace, nodes, self.residents.now + seconds)
+        pin = self.prefix_pins.pin(self.new_id(), namespace, nodes, self.residents.now + seconds)
         self.residents.retain(reversed(nodes), Hints(ttl_s=seconds))
         return pin
 
@@ -403,9 +442,10 @@ class Cache:
         """End a prefix pin early. Raises Refused when there is none of that number."""
         self.prefix_pins.unpin(number)
 
-    # --------------------------------------------------------------------------------------------------- bookkeeping
+    # ------------------------------------------------------------------------------------------------------ bookkeeping
 
-    def _new_id(self) -> int:
+    def new_id(self) -> int:
+        """A number for a reservation, a ticket, a pin: never used twice."""
         self._next_id += 1
         return self._next_id
 

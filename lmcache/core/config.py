@@ -55,6 +55,8 @@ class ServerConfig:
     """Folder for the Unix socket; None uses the abstract namespace, which leaves no file."""
     quotas: Mapping[str, int] = attrs.field(factory=dict)
     """Bytes of L1 that a tenant's chunks may take; `*` is each tenant that is not named."""
+    l2_deadline_s: float = 10.0
+    """Seconds after which a lookup that tiers are being looked at for is answered with what has come."""
     guarantees: Mapping[str, int] = attrs.field(factory=dict)
     """Bytes of L1 that others cannot take from a tenant, once its chunks fill them."""
 

@@ -110,13 +110,13 @@ class Control:
         self._call(Unpin(next(self._ids), pin), Done)
 
     def wait_idle(self, timeout: float = 60.0, on_progress: Callable[[int], None] | None = None) -> None:
-        """Return when no store is in flight; `on_progress` hears how many are.
+        """Return when no store is in flight, nor anything between L1 and tiers; `on_progress` hears how much is.
 
         Raises DeadlineExceeded after `timeout` s.
         """
         until = time.monotonic() + timeout
         pause = IDLE_POLL_SECONDS
-        while in_flight := self.status()["gauges"]["reservations"]:
+        while in_flight := _in_flight(self.status()["gauges"]):
             if on_progress:
                 on_progress(in_flight)
             if time.monotonic() > until:
@@ -172,6 +172,10 @@ class Control:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _in_flight(gauges: dict[str, int]) -> int:
+    return gauges["reservations"] + gauges["tier_calls"]
 
 
 def _expect(reply: Message, kind: type[ReplyT]) -> ReplyT:

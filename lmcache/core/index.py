@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache.core.hints import Priority
 from lmcache.core.keys import ChainHash, NamespaceDigest
-from lmcache.geometry.groups import Geometry
-from lmcache.geometry.layout import object_cells
+from lmcache.geometry.groups import Geometry, KVGroup
+from lmcache.geometry.layout import object_bytes, object_cells
 
 if TYPE_CHECKING:  # accounts hold nodes
     from lmcache.core.accounts import Account
@@ -27,6 +27,7 @@ class Node:
         "expires",
         "first_child",
         "hash",
+        "held",
         "last_child",
         "live_children",
         "namespace",
@@ -39,6 +40,7 @@ class Node:
         "sealed",
         "shards",
         "tenant",
+        "tiers",
         "used",
         "writing",
     )
@@ -65,6 +67,8 @@ class Node:
         self.shards: list[bytes | None] = [None] * namespace.slots  # packed cells of each committed shard
         self.writing = 0  # bit s: slot s is reserved and not committed
         self.pins = 0
+        self.held = 0  # of the pins, those of the tiers
+        self.tiers: list[int] | None = None  # for each tier, the slots that it is known to hold, as bits
         self.live_children = 0  # children that are not doomed
         self.first_child: Node | None = None  # the oldest
         self.last_child: Node | None = None
@@ -85,6 +89,11 @@ class Node:
     def evictable(self) -> bool:
         """Nobody reads it, nobody writes it, nothing that stays hangs below it, and it has not been chosen yet."""
         return not (self.pins or self.writing or self.live_children or self.doomed)
+
+    @property
+    def expires_some_day(self) -> bool:
+        """Whether it has a time after which it is not to be kept anywhere."""
+        return self.expires < math.inf
 
     @property
     def empty(self) -> bool:
@@ -158,11 +167,16 @@ class Namespace:
         self.cell_bytes = cell_bytes
         self.object_cells = tuple(object_cells(group, chunk_size, cell_bytes) for group in geometry.groups)
         """For each group, the cells of one shard's object."""
+        self.object_bytes = tuple(object_bytes(group, chunk_size, cell_bytes) for group in geometry.groups)
+        """For each group, bytes of one shard's object from its first cell to the end of its last page."""
         self._first_slot: list[int] = []
+        self._of_slot: list[tuple[int, int]] = []
         slots = 0
         for group in geometry.groups:
             self._first_slot.append(slots)
-            slots += group.shards if group.cached else 0
+            shards = group.shards if group.cached else 0
+            self._of_slot += [(len(self._first_slot) - 1, shard) for shard in range(shards)]
+            slots += shards
         self.slots = slots
         """Shards of all cached groups together: the length of `Node.shards`."""
 
@@ -174,6 +188,19 @@ class Namespace:
     def slot(self, group: int, shard: int) -> int:
         """Position of a group's shard in `Node.shards`."""
         return self._first_slot[group] + shard
+
+    def slots_of(self, group: int) -> range:
+        """Positions of all shards of a group in `Node.shards`."""
+        first = self._first_slot[group]
+        return range(first, first + self.geometry.groups[group].shards)
+
+    def group_and_shard(self, slot: int) -> tuple[int, int]:
+        """What `slot` was told for that position."""
+        return self._of_slot[slot]
+
+    def group_of(self, slot: int) -> KVGroup:
+        """The group of a position in `Node.shards`."""
+        return self.geometry.groups[self._of_slot[slot][0]]
 
     def group_committed(self, node: Node, group: int) -> bool:
         """Whether every shard of `group` is committed in `node`."""

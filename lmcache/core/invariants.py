@@ -39,7 +39,7 @@ def _check_tickets(cache: Cache, nodes: list[Node]) -> None:
     held = Counter(node for ticket in cache.tickets.values() for node in ticket.nodes if node)
     held.update(node for pin in cache.prefix_pins.all for node in pin.nodes)
     for node in {*nodes, *held}:
-        if node.pins != held[node]:
+        if node.pins != held[node] + node.held:
             raise RuntimeError(f"{node} is held {node.pins} times, by {held[node]} tickets and pins")
     for owner in {ticket.owner for ticket in cache.tickets.values()} | cache.pins.keys():
         tickets = [ticket for ticket in cache.tickets.values() if ticket.owner == owner]

@@ -20,9 +20,11 @@ import attrs
 from lmcache.core.arena import MappedArena
 from lmcache.core.channel import Channel, Pending
 from lmcache.core.hints import NO_HINTS, Hints
+from lmcache.core.pending_hit import PendingHit
 from lmcache.core.protocol import (
     PROTOCOL,
     Abort,
+    AskAgain,
     Commit,
     Confirm,
     Confirmed,
@@ -170,9 +172,10 @@ class Link:
         """Give the reservation back. Worker."""
         self._call(Abort(next(self._ids), reservation), Done)
 
-    def lookup(self, tenant: str, hashes: bytes, limit: int, hints: Hints = NO_HINTS) -> Pending[Found]:
+    def lookup(self, tenant: str, hashes: bytes, limit: int, hints: Hints = NO_HINTS) -> PendingHit:
         """Ask for the longest hit of at most `limit` tokens; sends and does not wait. Scheduler."""
-        return self._send(Lookup(next(self._ids), tenant, hashes, limit, hints), Found)
+        pending = self._send(Lookup(next(self._ids), tenant, hashes, limit, hints), Found)
+        return PendingHit(pending, lambda ticket: self._send(AskAgain(next(self._ids), ticket), Found))
 
     def open(self, ticket: int) -> Opened:
         """Where this rank's part of a hit lies. Worker."""

@@ -33,6 +33,26 @@ class Counters:
     internal_errors: int = _counter("errors", "faults of the server's own; each is in its log")
 
 
+@attrs.define
+class TierCounters:
+    """What only ever grows, for each tier, since the server started."""
+
+    searches: int = _counter("searches", "lookups for which it was asked what it has")
+    stored: int = _counter("blobs", "shards written to it")
+    bytes_written: int = _counter("bytes", "bytes of those, headers included")
+    write_seconds: float = _counter("seconds", "time that writing them took, over all threads")
+    loaded: int = _counter("blobs", "shards read from it, verified")
+    bytes_read: int = _counter("bytes", "bytes of those")
+    read_seconds: float = _counter("seconds", "time that reading and verifying them took, over all threads")
+    absent: int = _counter("blobs", "shards that it had said it has, and had not when they were to be read")
+    damaged: int = _counter("blobs", "shards that were not what had been stored; deleted")
+    foreign: int = _counter("blobs", "shards that are not ours to read: another key, or somebody else's value")
+    lost: int = _counter("blobs", "shards that were to be stored in it and were not")
+    errors: int = _counter("calls", "calls that failed; the first of a kind is logged")
+    timeouts: int = _counter("calls", "calls that did not come back in time")
+    skipped: int = _counter("calls", "calls that were not made, for it had failed or hung before")
+
+
 GAUGES = {
     "cells_total": ("cells", "cells that L1 can grow to"),
     "cells_backed": ("cells", "cells that have memory now"),
@@ -45,5 +65,6 @@ GAUGES = {
     "tickets": ("tickets", "hits that are waiting to be loaded"),
     "reservations": ("reservations", "stores in flight"),
     "clients": ("clients", "registered clients"),
+    "tier_calls": ("calls", "reads and writes of tiers that wait or are under way"),
 }
 """What goes up and down: name → (unit, sentence)."""

@@ -19,8 +19,9 @@ object becomes readable when all its shards are committed. Cells of a reservatio
 aborts or its connection ends.
 
 **Load.** The scheduler sends `Lookup`; `Found` tells how many leading tokens every group and rank can serve and gives a
-ticket that pins them. Each worker sends `Open` for the cells, copies, then `Confirm`; only `Confirmed(held=True)` makes
-the load count. The ticket ends when every rank has confirmed, when the scheduler sends `Drop`, or with its connection.
+ticket that pins them. Where tiers have more, `Found` says `again`, and the scheduler sends `AskAgain` until the answer
+is final. Each worker sends `Open` for the cells, copies, then `Confirm`; only `Confirmed(held=True)` makes the load
+count. The ticket ends when every rank has confirmed, when the scheduler sends `Drop`, or with its connection.
 
 **Hints.** `Reserve` and `Lookup` carry what the request says of its chunks: TTL, priority, end of its session
 (`core/hints.py`). They are advice: what they do to a chunk that several requests use is in `core/residents.py`.
@@ -237,8 +238,16 @@ class Lookup(Message, frozen=True, array_like=True, tag=True):
 
 class Found(Message, frozen=True, array_like=True, tag=True):
     ticket: int
-    """0 when `tokens` is 0."""
+    """0 when there is nothing to load, nor anything to ask for again."""
     tokens: int
+    again: bool = False
+    """The answer is not final, for tiers are being looked at: send `AskAgain`, later."""
+
+
+class AskAgain(Message, frozen=True, array_like=True, tag=True):
+    """What has become of a lookup: answered with `Found`. Once that is final, the lookup is forgotten."""
+
+    ticket: int
 
 
 class Open(Message, frozen=True, array_like=True, tag=True):
@@ -280,7 +289,22 @@ class Done(Message, frozen=True, array_like=True, tag=True):
     pass
 
 
-Request = Hello | Ping | Status | Pin | Unpin | Register | Reserve | Commit | Abort | Lookup | Open | Confirm | Drop
+Request = (
+    Hello
+    | Ping
+    | Status
+    | Pin
+    | Unpin
+    | Register
+    | Reserve
+    | Commit
+    | Abort
+    | Lookup
+    | AskAgain
+    | Open
+    | Confirm
+    | Drop
+)
 Reply = Error | Welcome | Pong | StatusReport | Pinned | Registered | Reserved | Found | Opened | Confirmed | Done
 
 _encoder = msgspec.msgpack.Encoder()

@@ -62,6 +62,19 @@ class Residents:
         self._deadlines.watch(node)
         return node
 
+    def chain_to(self, namespace: Namespace, hashes: Sequence[ChainHash], tenant: str, hints: Hints) -> Node:
+        """The node of the last of a prompt's chunks; it and those before it are made where they are not there.
+
+        Whoever gives it nothing to hold has to `prune` it.
+        """
+        known = next((n for n in range(len(hashes), 0, -1) if hashes[n - 1] in namespace.nodes), 0)
+        node = namespace.nodes[hashes[known - 1]] if known else None
+        for chain_hash in hashes[known:]:
+            above, node = node, self.insert(namespace, chain_hash, node, tenant, hints)
+            if above and not above.cells:
+                self.orphaned[above] = None  # a hole, until it is filled
+        return namespace.nodes[hashes[-1]]
+
     def grant(self, node: Node, cells: int) -> tuple[int, ...] | None:
         """So many cells for one object of `node`, whatever has to be evicted for them; None if they cannot be had."""
         account = node.account
@@ -134,6 +147,16 @@ class Residents:
                 if victim.cells:  # a hole went with the last chunk below it
                     self.evict(victim)
 
+    def next_victims(self, cells: int) -> list[Node]:
+        """Who would be evicted now for so many free cells; nobody is."""
+        search = VictimSearch(
+            self.order, self.accounts, self.orphaned, self.accounts.of(""), high_limit=self._high_limit
+        )
+        victims = search.choose(self.allocator.free, cells, 1)
+        for victim in reversed(victims):
+            victim.spare()
+        return [victim for victim in victims if victim.cells]
+
     def evict(self, node: Node) -> None:
         """Free what a chunk holds that nobody uses and nothing hangs below, and forget it."""
         for packed in filter(None, node.shards):
@@ -142,6 +165,7 @@ class Residents:
         self.counters.cells_evicted += node.cells
         self.accounts.take(node, -node.cells)
         node.sealed = 0
+        node.tiers = None
         node.shards = [None] * node.namespace.slots
         if node.doomed:
             node.spare()

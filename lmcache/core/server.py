@@ -14,13 +14,14 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import zmq
 
 from lmcache import __version__
 from lmcache.core.arena import Backer, Mapping, create_segment
+from lmcache.core.blob import BlobStore
 from lmcache.core.config import ServerConfig
 from lmcache.core.connection import Connection, ConnectionEnded
 from lmcache.core.control import ServerAddress
@@ -50,6 +51,8 @@ from lmcache.core.protocol import (
 )
 from lmcache.core.recording import Recorder
 from lmcache.core.service import HANDLERS, Service, check_version
+from lmcache.core.tier_url import TierSettings
+from lmcache.core.tiering import Tiering
 from lmcache.core.voices import Speakers
 from lmcache.errors import ConfigError, LMCacheError, ProtocolError, Refused
 
@@ -72,7 +75,7 @@ class Server:
     """Opens port, socket and arena; raises ConfigError or MemoryLimitError before anything is served.
 
     `recorder`, if there is one, hears of every lookup and store; whoever made it closes it, after `run`. `speakers` are
-    the admission and retention policies that were chosen.
+    the admission and retention policies that were chosen; `tiers` stand behind L1, and are closed with the server.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Server:
         policy: EvictionPolicy,
         recorder: Recorder | None = None,
         speakers: Speakers | None = None,
+        tiers: Sequence[tuple[BlobStore, TierSettings]] = (),
     ) -> None:
         config.check_memory()
         self.config = config
@@ -96,7 +100,7 @@ class Server:
         self._accept_again = 0.0
         with contextlib.ExitStack() as opened:
             try:
-                self._open(opened, policy, recorder, speakers)
+                self._open(opened, policy, recorder, speakers, tiers)
             except (OSError, OverflowError, ValueError) as error:
                 if isinstance(error, LMCacheError):
                     raise
@@ -112,6 +116,7 @@ class Server:
         policy: EvictionPolicy,
         recorder: Recorder | None,
         speakers: Speakers | None,
+        tiers: Sequence[tuple[BlobStore, TierSettings]],
     ) -> None:
         config = self.config
         self._router, self.port = opened.enter_context(bind_router(config.host, config.port))
@@ -133,7 +138,12 @@ class Server:
             first_id=int.from_bytes(os.urandom(5), "little") << 20,
             recorder=recorder,
             speakers=speakers,
+            make_tiering=lambda cache: Tiering(
+                *(cache, tiers, functools.partial(mapping.pieces, config.cell_bytes), self.wake, config.l2_deadline_s)
+            ),
         )
+        # before the mapping is closed: until then their calls may read and write there
+        opened.callback(self.service.tiering.close)
         self._selector = opened.enter_context(selectors.DefaultSelector())
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._woken)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -387,7 +397,7 @@ class Server:
         self._selector.unregister(connection.socket)
         connection.close()
         # only now, with the liveness channel ended, may what it was writing go to others
-        self.service.cache.owner_gone(connection.owner)
+        self.service.owner_gone(connection.owner)
         self.service.forget_unused({id(other.namespace) for other in self._connections.values()})
         log.info("%s left: %s", connection, reason)
 

@@ -18,9 +18,11 @@ from lmcache.core.connection import Connection
 from lmcache.core.index import Namespace
 from lmcache.core.keys import HASH_BYTES, namespace_digest, split_hashes
 from lmcache.core.policy import EvictionPolicy
+from lmcache.core.promotion import Asked
 from lmcache.core.protocol import (
     PROTOCOL,
     Abort,
+    AskAgain,
     Commit,
     Confirm,
     Confirmed,
@@ -41,6 +43,7 @@ from lmcache.core.protocol import (
     Unpin,
 )
 from lmcache.core.recording import Recorder
+from lmcache.core.tiering import Answer, Tiering
 from lmcache.core.voices import Speakers
 from lmcache.errors import GeometryError, Refused
 from lmcache.geometry.chunking import check_chunk_size, default_chunk_size
@@ -75,6 +78,7 @@ class Service:
         first_id: int,
         recorder: Recorder | None = None,
         speakers: Speakers | None = None,
+        make_tiering: Callable[[Cache], Tiering] = Tiering,
     ) -> None:
         self.config = config
         self.epoch = epoch
@@ -84,6 +88,7 @@ class Service:
             speakers=speakers,
             first_id=first_id,
         )
+        self.tiering = make_tiering(self.cache)
         self._backer = backer
         self._recorder = recorder
         self._unrecorded = 0
@@ -192,10 +197,14 @@ class Service:
         """Answer with the longest hit, pinned."""
         namespace = self._registered(connection)
         hashes, limit = self._hashes(request.hashes), max(0, request.limit)
-        ticket = self.cache.lookup(connection.owner, namespace, hashes, limit, _tenant(request), request.hints)
-        reply = Found(request.id, ticket.id, ticket.hit.tokens) if ticket else Found(request.id, 0, 0)
+        asked = Asked(connection.owner, namespace, hashes, limit, _tenant(request), request.hints)
+        reply = _found(request.id, self.tiering.lookup(asked))
         self._record(namespace, request, reply)
         return reply
+
+    def ask_again(self, connection: Connection, request: AskAgain) -> Found:
+        """Answer with what a lookup has come to by now."""
+        return _found(request.id, self.tiering.poll(connection.owner, request.ticket))
 
     def open(self, connection: Connection, request: Open) -> Opened:
         """Tell a worker where its part of a hit lies."""
@@ -217,8 +226,14 @@ class Service:
 
     def drop(self, connection: Connection, request: Drop) -> Done:
         """End a ticket early."""
+        self.tiering.drop(connection.owner, request.ticket)
         self.cache.drop(connection.owner, request.ticket)
         return Done(request.id)
+
+    def owner_gone(self, owner: int) -> None:
+        """A connection has ended, and what it held with it."""
+        self.tiering.owner_gone(owner)
+        self.cache.owner_gone(owner)
 
     # -------------------------------------------------------------------------------------------------------- pinning
 
@@ -248,12 +263,13 @@ class Service:
     def advance(self) -> None:
         """Tell the cache what time it is. Called before every request, and when `pause` is over."""
         self.cache.advance(time.monotonic())
+        self.tiering.advance()
 
     @property
     def pause(self) -> float | None:
         """Seconds until something ends or expires; None: nothing will."""
-        when = self.cache.next_event
-        return None if when == math.inf else max(0.0, when - time.monotonic())
+        pause = min(self.cache.next_event - time.monotonic(), self.tiering.pause)
+        return None if pause == math.inf else max(0.0, pause)
 
     # --------------------------------------------------------------------------------------------------------- memory
 
@@ -353,9 +369,11 @@ class Service:
                 "tickets": len(cache.tickets),
                 "reservations": len(cache.reservations),
                 "clients": len(clients),
+                "tier_calls": self.tiering.busy,
             },
             "counters": counters,
             "clients": clients,
+            "tiers": self.tiering.report(),
             "tenants": [
                 {"tenant": a.name, "cells": a.cells, "quota_cells": a.quota, "guaranteed_cells": a.guaranteed}
                 for a in cache.residents.accounts.all
@@ -392,6 +410,10 @@ def _malformed(fact: str) -> Refused:
     return Refused(fact, code=ErrorCode.MALFORMED, remedy="use the client of the same lmcache version")
 
 
+def _found(number: int, answer: Answer) -> Found:
+    return Found(number, answer.ticket, answer.tokens, not answer.final)
+
+
 def _tenant(request: Lookup | Reserve) -> str:
     if len(request.tenant) > MAX_TENANT:
         raise Refused(
@@ -415,6 +437,7 @@ HANDLERS: dict[type, Handler] = {
     Commit: Service.commit,
     Abort: Service.abort,
     Lookup: Service.lookup,
+    AskAgain: Service.ask_again,
     Open: Service.open,
     Confirm: Service.confirm,
     Drop: Service.drop,

@@ -78,6 +78,17 @@ def object_cells(group: KVGroup, chunk_size: int, cell_bytes: int) -> int:
 
     The server sizes objects by it, so that no geometry, however absurd its sizes, costs it time or memory.
     """
+    return _extent(group, chunk_size, cell_bytes)[0]
+
+
+def object_bytes(group: KVGroup, chunk_size: int, cell_bytes: int) -> int:
+    """Bytes from an object's first cell to the end of its last page: what has to be kept of its cells elsewhere."""
+    cells, free = _extent(group, chunk_size, cell_bytes)
+    return cells * cell_bytes - free
+
+
+def _extent(group: KVGroup, chunk_size: int, cell_bytes: int) -> tuple[int, int]:
+    """Cells of an object, and bytes of the last one that it does not use."""
     blocks = kept_blocks(group, chunk_size)
     cells, free = 0, 0
     for page in group.page_bytes:
@@ -92,4 +103,4 @@ def object_cells(group: KVGroup, chunk_size: int, cell_bytes: int) -> int:
             per_cell = cell_bytes // page
             cells += -(-left // per_cell)
             free = cell_bytes - ((left - 1) % per_cell + 1) * page
-    return cells
+    return cells, free

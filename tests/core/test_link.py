@@ -16,7 +16,8 @@ from lmcache.core import channel
 from lmcache.core.arena import MappedArena, create_segment
 from lmcache.core.cells import unpack_cells
 from lmcache.core.control import Control
-from lmcache.core.link import Engine, Link, Pending
+from lmcache.core.link import Engine, Link
+from lmcache.core.pending_hit import PendingHit
 from lmcache.core.protocol import (
     MAX_FRAME,
     Confirmed,
@@ -713,5 +714,5 @@ def test_a_forked_child_neither_hides_its_parents_death_nor_keeps_the_arena(serv
         assert server.gauge("cells_used") == 0
 
 
-def test_pending_is_what_lookup_gives(link: Link_) -> None:
-    assert isinstance(link(SCHEDULER).lookup("", b"", 1), Pending)
+def test_a_pending_hit_is_what_lookup_gives(link: Link_) -> None:
+    assert isinstance(link(SCHEDULER).lookup("", b"", 1), PendingHit)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache.geometry.groups import GroupKind, KVGroup
-from lmcache.geometry.layout import Piece, object_cells, object_layout
+from lmcache.geometry.layout import Piece, object_bytes, object_cells, object_layout
 
 MIB = 1 << 20
 
@@ -104,4 +104,5 @@ def test_pieces_cover_every_page_once_in_order_without_overlap_within_as_few_cel
         assert pages[piece.layer] > cell_bytes // 8 or piece.length == pages[piece.layer]
     assert covered == {(layer, block): list(range(page)) for layer, page in enumerate(pages) for block in range(blocks)}
     assert layout.cells == -(-arena_end // cell_bytes) == object_cells(group, 4 * blocks, cell_bytes)
+    assert arena_end == object_bytes(group, 4 * blocks, cell_bytes)
     assert all(used[cell] * 8 > cell_bytes * 7 for cell in range(layout.cells - 1))

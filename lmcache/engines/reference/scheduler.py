@@ -6,8 +6,9 @@ after every step that computed tokens of it; `ended`. No method waits for the se
 
 import attrs
 
-from lmcache.core.client import Client, Link, Pending
+from lmcache.core.client import Client, Link
 from lmcache.core.keys import HASH_BYTES, ChainHasher, chain_root, tenant_of
+from lmcache.core.pending_hit import PendingHit
 from lmcache.core.protocol import Found
 from lmcache.engines.reference.messages import LoadOrder, StoreOffer
 from lmcache.errors import LMCacheError
@@ -23,7 +24,7 @@ class _Request:
     namespace: bytes = b""
     """Of the link that the hasher's chunk size came from."""
     link: Link | None = None
-    lookup: Pending[Found] | None = None
+    lookup: PendingHit | None = None
     found: Found | None = None
     given_up: bool = False
     """A load has failed: the request is computed, and not looked up again."""
@@ -35,7 +36,7 @@ class SchedulerConnector:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._requests: dict[int, _Request] = {}
-        self._abandoned: list[tuple[Link, Pending[Found]]] = []
+        self._abandoned: list[tuple[Link, PendingHit]] = []
 
     def arrived(self, request: int, tokens: list[int], salt: str) -> None:
         """A request waits to be scheduled, for the first time or again after a preemption: ask what the server has."""

@@ -1,0 +1,43 @@
+"""A lookup that was sent: its answer may have to be asked for again, while the server looks at its tiers."""
+
+import time
+from collections.abc import Callable
+
+from lmcache.core.channel import Pending
+from lmcache.core.protocol import Found
+
+FIRST_PAUSE = 0.002
+LONGEST_PAUSE = 0.05
+"""Seconds between two questions; twice as long each time."""
+
+
+class PendingHit:
+    """As `Pending`, of a lookup. Asks again by itself, whenever it is polled and enough time has passed."""
+
+    def __init__(self, pending: Pending[Found], ask_again: Callable[[int], Pending[Found]]) -> None:
+        self._pending = pending
+        self._ask_again = ask_again
+        self._pause = FIRST_PAUSE
+        self._not_before = 0.0
+
+    def poll(self) -> Found | None:
+        """The final answer if it has come, else None; never blocks. Raises DeadlineExceeded, LinkLost or Refused."""
+        found = self._pending.poll()
+        if found is None or not found.again:
+            return found
+        now = time.monotonic()
+        if not self._not_before:
+            self._not_before = now + self._pause
+        if now >= self._not_before:
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+            self._not_before = 0.0
+            self._pending = self._ask_again(found.ticket)
+        return None
+
+    def wait(self) -> Found:
+        """Block until the final answer. Raises DeadlineExceeded, LinkLost or Refused."""
+        while (found := self._pending.wait()).again:
+            time.sleep(self._pause)
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+            self._pending = self._ask_again(found.ticket)
+        return found

@@ -1,0 +1,257 @@
+"""Up: one lookup that is longer with what the tiers have, from its first question to its final hit. Server's thread."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import attrs
+
+from lmcache.core.cache import Cache, Reservation, Ticket
+from lmcache.core.cells import unpack_cells
+from lmcache.core.hints import Hints
+from lmcache.core.index import Namespace, Node
+from lmcache.core.keys import ChainHash
+from lmcache.core.tier_in_use import TierInUse
+from lmcache.geometry.hits import Hit, longest_hit
+
+AT_ONCE = 2
+"""Shards that one promotion fetches at once, for each thread of a tier: so that several promotions share it."""
+
+
+@attrs.frozen
+class Asked:
+    """What a lookup asked."""
+
+    owner: int
+    namespace: Namespace
+    hashes: Sequence[ChainHash]
+    limit: int
+    """Tokens that the hit may cover at most."""
+    tenant: str
+    hints: Hints
+
+
+class Fetches:
+    """Shards that are on their way from a tier: each is fetched once, whoever needs it."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[Node, int], list[Callable[[bool], None]]] = {}
+
+    def join(self, node: Node, slot: int, then: Callable[[bool], None]) -> bool:
+        """Hear of a fetch that somebody else has begun. False: nobody has."""
+        waiting = self._waiting.get((node, slot))
+        if waiting is None:
+            return False
+        waiting.append(then)
+        return True
+
+    def begin(self, node: Node, slot: int, then: Callable[[bool], None]) -> None:
+        """A fetch begins; `then` is the first to hear of it."""
+        self._waiting[node, slot] = [then]
+
+    def end(self, node: Node, slot: int, there: bool) -> None:
+        """It has ended."""
+        for then in self._waiting.pop((node, slot)):
+            then(there)
+
+
+class Promotion:
+    """A lookup whose answer is not final yet.
+
+    Searches tier after tier, decides which longer hit to go for, and fetches what that needs: in chain order, so that
+    whatever ends it, what has come is worth most. It holds the chunks that it goes for until it is over.
+    """
+
+    def __init__(
+        self, number: int, asked: Asked, until: float, cache: Cache, tiers: Sequence[TierInUse], fetches: Fetches
+    ) -> None:
+        self.id = number
+        self.asked = asked
+        self.until = until
+        """When the hit is frozen, whatever is still on its way."""
+        self.over = False
+        self.ticket: Ticket | None = None
+        """Once it is over, if something was hit."""
+        self._cache = cache
+        self._tiers = tiers
+        self._fetches = fetches
+        self._held: dict[Node, None] = {}
+        self._missing: dict[int, int] = {}
+        self._found: dict[tuple[int, int], TierInUse] = {}
+        self._plan: deque[tuple[int, int]] = deque()
+        """(chunk, slot) to fetch."""
+        self._out = 0
+        """Answers of tiers that it waits for."""
+        self.promised = 0
+        """Cells that the hit it goes for takes, what is in L1 already included."""
+
+    # -------------------------------------------------------------------------------------------------------- searching
+
+    def begin(self, room: int) -> None:
+        """Look in the first tier. `room`: cells that the hit may take."""
+        self._room = room
+        space, hashes = self.asked.namespace, self.asked.hashes
+        whole = (1 << space.slots) - 1
+        for chunk, node in enumerate(map(space.nodes.get, hashes)):
+            lacking = whole if node is None else whole & ~_present(node)
+            if lacking:
+                self._missing[chunk] = lacking
+            if node:
+                self._hold(node)
+        self._search(0)
+
+    def _search(self, number: int) -> None:
+        """Look in the tiers from `number` on for what none before has."""
+        for tier in self._tiers[number:]:
+            if not self._missing:
+                break
+
+            def heard(found: Mapping[int, int], tier: TierInUse = tier) -> None:
+                self._out -= 1
+                if not self.over:
+                    self._note(tier, found)
+                    self._search(tier.number + 1)
+
+            self._out += 1
+            if tier.usable() and tier.search(self.asked.namespace, self.asked.hashes, self._missing, heard):
+                return
+            self._out -= 1
+        self._decide()
+
+    def _note(self, tier: TierInUse, found: Mapping[int, int]) -> None:
+        for chunk, slots in found.items():
+            for slot in range(self.asked.namespace.slots):
+                if slots >> slot & 1:
+                    self._found[chunk, slot] = tier
+            self._missing[chunk] &= ~slots
+            if not self._missing[chunk]:
+                del self._missing[chunk]
+
+    # --------------------------------------------------------------------------------------------------------- deciding
+
+    def _decide(self) -> None:
+        hit = self._possible()
+        space = self.asked.namespace
+        self.promised = _chunks(hit, space) * space.chunk_cells
+        now = longest_hit(space.geometry, space.chunk_size, self._in_l1(), self.asked.limit)
+        if hit.tokens > now.tokens:
+            self._plan.extend(self._needed(hit))
+        self._pump()
+
+    def _possible(self) -> Hit:
+        """The longest hit with what has been found, that there is room for."""
+        space = self.asked.namespace
+        sealed = [
+            sum(1 << group for group in space.cached_groups if self._whole(chunk, group))
+            for chunk in range(len(self.asked.hashes))
+        ]
+        fitting = max(0, self._room // max(1, space.chunk_cells))
+        return longest_hit(space.geometry, space.chunk_size, sealed[:fitting], self.asked.limit)
+
+    def _whole(self, chunk: int, group: int) -> bool:
+        """Whether every shard of the object is in L1 or in a tier that has been searched."""
+        space = self.asked.namespace
+        node = space.nodes.get(self.asked.hashes[chunk])
+        return all(
+            (chunk, slot) in self._found or (node is not None and node.shards[slot] is not None)
+            for slot in space.slots_of(group)
+        )
+
+    def _in_l1(self) -> list[int]:
+        space = self.asked.namespace
+        return self._cache.residents.served(list(map(space.nodes.get, self.asked.hashes)))
+
+    def _needed(self, hit: Hit) -> Iterator[tuple[int, int]]:
+        """What has to be fetched for a hit, in chain order."""
+        space = self.asked.namespace
+        return iter(
+            sorted(
+                (chunk, slot)
+                for group in space.cached_groups
+                for chunk in hit.needs[group]
+                for slot in space.slots_of(group)
+                if (chunk, slot) in self._found
+            )
+        )
+
+    # --------------------------------------------------------------------------------------------------------- fetching
+
+    def _pump(self) -> None:
+        """Fetch on; freeze the hit when nothing is on its way any more."""
+        while self._plan and not self.over and self._out < AT_ONCE * self._found[self._plan[0]].settings.threads:
+            chunk, slot = self._plan.popleft()
+            if not self._fetch(chunk, slot):
+                self._plan.clear()  # without it, what follows is worth nothing, or less than what it costs
+        if not self._out and not self._plan and not self.over:
+            self.freeze()
+
+    def _fetch(self, chunk: int, slot: int) -> bool:
+        """Have one shard fetched, unless it is there. False: it cannot be had."""
+        asked, tier = self.asked, self._found[chunk, slot]
+        got = self._cache.fetch(asked.namespace, asked.hashes, chunk, slot, asked.tenant, asked.hints)
+        if got is None:
+            return False
+        if isinstance(got, Node):
+            self._hold(got)
+            if got.shards[slot] is not None:
+                return True
+            self._out += 1
+            if self._fetches.join(got, slot, self._came):
+                return True
+            self._out -= 1
+            return False  # an engine writes it: it is computed anew, and will be there next time
+        node = got.objects[0][0]
+        self._hold(node)
+        self._out += 1
+        self._fetches.begin(node, slot, self._came)
+        if not tier.fetch(node, slot, unpack_cells(got.objects[0][2]), lambda there: self._ended(got, slot, there)):
+            self._ended(got, slot, there=False)
+        return True
+
+    def _ended(self, reservation: Reservation, slot: int, there: bool) -> None:
+        node = reservation.objects[0][0]
+        (self._cache.commit if there else self._cache.abort)(reservation.owner, reservation.id)
+        self._fetches.end(node, slot, there)
+
+    def _came(self, there: bool) -> None:
+        self._out -= 1
+        if not there:
+            self._plan.clear()
+        self._pump()
+
+    # ----------------------------------------------------------------------------------------------------------- ending
+
+    def freeze(self) -> None:
+        """What is in L1 by now is the hit. What is still on its way arrives there for the next one."""
+        asked = self.asked
+        self.over = True
+        self._plan.clear()
+        self.ticket = self._cache.lookup(
+            *(asked.owner, asked.namespace, asked.hashes, asked.limit, asked.tenant, asked.hints), number=self.id
+        )
+        self._let_go()
+
+    def give_up(self) -> None:
+        """Nobody wants to know any more."""
+        self.over = True
+        self._plan.clear()
+        self._let_go()
+
+    def _hold(self, node: Node) -> None:
+        if node not in self._held:
+            self._held[node] = None
+            self._cache.hold(node)
+
+    def _let_go(self) -> None:
+        # from the tail: what was made for those below, and has come to nothing, goes with them
+        for node in sorted(self._held, key=lambda node: -node.depth):
+            self._cache.let_go(node)
+        self._held.clear()
+
+
+def _present(node: Node) -> int:
+    """Slots that are committed or being written, as bits."""
+    return node.writing | sum(1 << slot for slot, packed in enumerate(node.shards) if packed is not None)
+
+
+def _chunks(hit: Hit, space: Namespace) -> int:
+    return -(-hit.tokens // space.chunk_size)

@@ -1,0 +1,226 @@
+"""One tier as the server uses it: its threads, its record of failures, its counters. Knows chunks, and no tickets."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from lmcache.core.blob import BlobIdentity, BlobStore, Loaded
+from lmcache.core.blob_format import ALIGNMENT
+from lmcache.core.breaker import CircuitBreaker
+from lmcache.core.cells import unpack_cells
+from lmcache.core.index import Namespace, Node
+from lmcache.core.keys import ChainHash, namespace_digest
+from lmcache.core.metrics import TierCounters
+from lmcache.core.tier_threads import TierThreads
+from lmcache.core.tier_url import TierSettings
+from lmcache.geometry.groups import GroupKind
+
+log = logging.getLogger("lmcache.server")
+
+FIRST_LOOK = 16
+"""Chunks that a search asks for after the first one and before all others: most prompts that miss do so early."""
+
+Arena = Callable[[Sequence[int], int], list[memoryview]]
+"""The bytes of these cells, as few pieces as may be, cut to a length."""
+
+Missing = Mapping[int, int]
+"""Chunk number in a prompt → slots, as bits."""
+
+T = TypeVar("T")
+
+
+class TierInUse:
+    """A tier behind L1. All methods are the server thread's; what they start ends in `collect`."""
+
+    def __init__(
+        self, number: int, blobs: BlobStore, settings: TierSettings, arena: Arena, wake: Callable[[], None]
+    ) -> None:
+        self.number = number
+        """Position among the tiers, and in `Node.tiers`."""
+        self.blobs = blobs
+        self.settings = settings
+        self.counters = TierCounters()
+        self.threads = TierThreads(settings.location.scheme, settings.threads, settings.timeout_s, wake)
+        self._breaker = CircuitBreaker()
+        self._arena = arena
+        self._spaces: dict[bytes, tuple[bytes, dict[str, str]]] = {}
+        self._logged: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        """As the user wrote it, without options."""
+        return str(self.settings.location)
+
+    def usable(self) -> bool:
+        """Whether it may be asked something now."""
+        return not self._breaker.open(time.monotonic()) and not self.threads.stuck
+
+    def holds(self, node: Node, slot: int) -> bool:
+        """Whether it is known to have this shard of the chunk."""
+        return node.tiers is not None and bool(node.tiers[self.number] >> slot & 1)
+
+    # ---------------------------------------------------------------------------------------------------------- calling
+
+    def search(
+        self, space: Namespace, hashes: Sequence[ChainHash], missing: Missing, then: Callable[[Missing], None]
+    ) -> bool:
+        """Ask which of the missing shards it has: `then` hears of them as `missing` says them, of nothing on a failure.
+
+        False: it cannot be asked now, and `then` hears nothing.
+        """
+        wanted = {
+            chunk: [(slot, self._identity(space, hashes[chunk], slot, "")) for slot in _bits(slots)]
+            for chunk, slots in missing.items()
+        }
+        full = sum(1 << slot for slot in range(space.slots) if space.group_of(slot).kind is GroupKind.FULL)
+        self.counters.searches += 1
+        return self._call(lambda deadline: self._look(wanted, full, deadline), lambda found: then(found or {}))
+
+    def _look(self, wanted: Mapping[int, list[tuple[int, BlobIdentity]]], full: int, deadline: float) -> dict[int, int]:
+        """In a thread of the tier. A prompt's chunks are of use only together, so it stops where they end."""
+        chunks = sorted(wanted)
+        found: dict[int, int] = {}
+        for part in (chunks[:1], chunks[1 : 1 + FIRST_LOOK], chunks[1 + FIRST_LOOK :]):
+            asked = [(chunk, slot, identity) for chunk in part for slot, identity in wanted[chunk]]
+            for (chunk, slot, _), there in zip(
+                asked, self.blobs.contains([each[2] for each in asked], deadline) if asked else (), strict=True
+            ):
+                found[chunk] = found.get(chunk, 0) | there << slot
+            if any(full & sum(1 << slot for slot, _ in wanted[chunk]) & ~found.get(chunk, 0) for chunk in part):
+                break
+        return {chunk: slots for chunk, slots in found.items() if slots}
+
+    def fetch(self, node: Node, slot: int, cells: Sequence[int], then: Callable[[bool], None]) -> bool:
+        """Read one shard into cells, and verify it; `then` hears whether it is there. False: it cannot be asked now."""
+        identity, into = self._blob(node, slot, cells)
+        length = sum(map(len, into))
+
+        def loaded(answer: tuple[Loaded, float] | None) -> None:
+            if answer is None:
+                then(False)
+                return
+            outcome, seconds = answer
+            self._count_load(outcome, length, seconds)
+            if outcome is Loaded.LOADED:
+                self._note(node, slot)
+            then(outcome is Loaded.LOADED)
+
+        def work(deadline: float) -> tuple[Loaded, float]:
+            started = time.monotonic()
+            return self.blobs.load(identity, into, deadline), time.monotonic() - started
+
+        return self._call(work, loaded)
+
+    def save(self, node: Node, slot: int, then: Callable[[], None]) -> bool:
+        """Store one shard that is committed, unless it is there; its cells must not change until `then` is called.
+
+        False: it cannot be asked now, and `then` is not called.
+        """
+        packed = node.shards[slot]
+        if packed is None:
+            raise RuntimeError(f"slot {slot} of {node} is not committed")
+        identity, parts = self._blob(node, slot, unpack_cells(packed))
+
+        def work(deadline: float) -> tuple[int, float]:
+            if self.blobs.contains([identity], deadline)[0]:
+                return 0, 0.0
+            started = time.monotonic()
+            return self.blobs.store(identity, parts, deadline), time.monotonic() - started
+
+        def stored(answer: tuple[int, float] | None) -> None:
+            if answer is None:
+                self.counters.lost += 1
+            else:
+                self._note(node, slot)
+                written, seconds = answer
+                self.counters.stored += bool(written)
+                self.counters.bytes_written += written
+                self.counters.write_seconds += seconds
+            then()
+
+        return self._call(work, stored, urgent=False)
+
+    def _call(self, work: Callable[[float], T], then: Callable[[T | None], None], *, urgent: bool = True) -> bool:
+        if self.threads.stuck or not self._breaker.allows(time.monotonic()):
+            self.counters.skipped += 1
+            return False
+
+        def ended(outcome: T | Exception) -> None:
+            if isinstance(outcome, Exception):
+                self._failed(outcome)
+                then(None)
+            else:
+                self._breaker.succeeded()
+                then(outcome)
+
+        self.threads.submit(work, ended, urgent=urgent)
+        return True
+
+    # --------------------------------------------------------------------------------------------------- what came back
+
+    def collect(self) -> bool:
+        """Hand out what has come back; say which calls are overdue. True when something had come back."""
+        now = time.monotonic()
+        for _ in range(self.threads.newly_overdue(now)):
+            self.counters.timeouts += 1
+            self._breaker.failed(now)
+            self._tell_once("hangs", f"a call has not come back after {self.settings.timeout_s:g} s")
+        some = False
+        for call in self.threads.finished():
+            some = True
+            call.then(call.outcome)
+        return some
+
+    def _failed(self, error: Exception) -> None:
+        self.counters.errors += 1
+        self._breaker.failed(time.monotonic())
+        self._tell_once(type(error).__name__, str(error) or type(error).__name__)
+
+    def _tell_once(self, kind: str, text: str) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            log.warning("the tier %s: %s; misses until it works again, logged once", self.name, text)
+
+    def _count_load(self, outcome: Loaded, length: int, seconds: float) -> None:
+        counters = self.counters
+        match outcome:
+            case Loaded.LOADED:
+                counters.loaded += 1
+                counters.bytes_read += length
+                counters.read_seconds += seconds
+            case Loaded.ABSENT:
+                counters.absent += 1
+            case Loaded.DAMAGED:
+                counters.damaged += 1
+            case Loaded.FOREIGN:
+                counters.foreign += 1
+
+    def _note(self, node: Node, slot: int) -> None:
+        if node.tiers is None:
+            node.tiers = []
+        node.tiers.extend([0] * (self.number + 1 - len(node.tiers)))
+        node.tiers[self.number] |= 1 << slot
+
+    # -------------------------------------------------------------------------------------------------------- its blobs
+
+    def _blob(self, node: Node, slot: int, cells: Sequence[int]) -> tuple[BlobIdentity, list[memoryview]]:
+        space = node.namespace
+        group, _ = space.group_and_shard(slot)
+        # whole pages of the host go straight to a device; the object's last cell has room for them
+        whole = -(-space.object_bytes[group] // ALIGNMENT) * ALIGNMENT
+        length = min(whole, space.object_cells[group] * space.cell_bytes)
+        return self._identity(space, node.hash, slot, node.tenant), self._arena(cells, length)
+
+    def _identity(self, space: Namespace, chain_hash: ChainHash, slot: int, tenant: str) -> BlobIdentity:
+        if space.digest not in self._spaces:
+            # where a page lies in an object depends on the size of cells, which is this server's, not the engine's
+            facts = {**space.facts, "cell_bytes": str(space.cell_bytes)}
+            self._spaces[space.digest] = namespace_digest(facts), facts
+        digest, facts = self._spaces[space.digest]
+        group, shard = space.group_and_shard(slot)
+        return BlobIdentity(digest, facts, chain_hash, group, shard, tenant, space.chunk_size)
+
+
+def _bits(slots: int) -> Iterator[int]:
+    return (slot for slot in range(slots.bit_length()) if slots >> slot & 1)

@@ -1,0 +1,187 @@
+"""Movement between L1 and the tiers behind it, off the request path.
+
+**Down** (`saving.py`). A tier that is written through gets every shard as soon as it is committed; one that is written
+on eviction gets what would go next, ahead of need, so that some cells are always free: a store never waits for I/O.
+
+**Up** (`promotion.py`). A lookup that could be longer with what the tiers have is answered "ask again". It looks at the
+tiers in order and fetches what the longer hit needs into L1, in chain order and a few shards at a time; the hit is
+frozen when all has come, when something cannot be had, or when its time is over. L1 makes room for what is fetched as
+for what is stored; where there is none the hit is shorter.
+
+Everything here runs in the server's thread; the I/O is done by each tier's own threads (`tier_threads.py`). A tier that
+fails or hangs costs misses: it is left alone for a while (`breaker.py`). Cells that a call may still write to are not
+handed to anybody until it has returned.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from lmcache.core.blob import BlobStore
+from lmcache.core.cache import Cache
+from lmcache.core.promotion import Asked, Fetches, Promotion
+from lmcache.core.saving import Saving
+from lmcache.core.tier_in_use import Arena, TierInUse
+from lmcache.core.tier_url import TierSettings
+from lmcache.geometry.hits import longest_hit
+
+PROMOTED_SHARE = 0.5
+"""Share of L1 that all promotions together may go for."""
+
+DRAIN_SECONDS = 5.0
+"""A stopping server lets its tiers finish what they have begun, and what waits, for so long."""
+
+
+@attrs.frozen
+class Answer:
+    """What a lookup has come to so far."""
+
+    ticket: int
+    """What to ask again with, or to load with; 0 when there is nothing to load."""
+    tokens: int
+    final: bool
+
+
+class Tiering:
+    """All tiers of one server, in the order in which they are looked at. The server's thread only."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        tiers: Sequence[tuple[BlobStore, TierSettings]] = (),
+        arena: Arena | None = None,
+        wake: Callable[[], None] = lambda: None,
+        deadline_s: float = 10.0,
+    ) -> None:
+        """`wake` is called from threads of tiers, and should lead to a call of `advance`. Tiers need an `arena`."""
+        self._cache = cache
+        self.tiers = [TierInUse(number, *tier, arena, wake) for number, tier in enumerate(tiers) if arena]
+        self._deadline_s = deadline_s
+        self._saving = Saving(cache, self.tiers)
+        self._fetches = Fetches()
+        self._promotions: dict[int, Promotion] = {}
+        """Those that are under way, and those that are over and were not asked for again yet."""
+        if self.tiers:
+            cache.on_committed = self._saving.committed
+
+    # ------------------------------------------------------------------------------------------------------- looking up
+
+    def lookup(self, asked: Asked) -> Answer:
+        """The hit in L1, or a promise to look further: never waits."""
+        if self._worth_looking(asked):
+            promotion = self._promote(asked)
+            if not promotion.over:
+                return Answer(promotion.id, 0, final=False)
+            del self._promotions[promotion.id]
+            return _answer(promotion)
+        ticket = self._cache.lookup(asked.owner, asked.namespace, asked.hashes, asked.limit, asked.tenant, asked.hints)
+        return Answer(ticket.id, ticket.hit.tokens, final=True) if ticket else Answer(0, 0, final=True)
+
+    def poll(self, owner: int, number: int) -> Answer:
+        """What has become of a lookup that was to be asked for again. Once it is final, it is forgotten."""
+        promotion = self._promotions.get(number)
+        if promotion is None or promotion.asked.owner != owner:
+            return Answer(0, 0, final=True)
+        if not promotion.over:
+            return Answer(number, 0, final=False)
+        del self._promotions[number]
+        return _answer(promotion)
+
+    def _worth_looking(self, asked: Asked) -> bool:
+        if not asked.hashes or not any(tier.usable() for tier in self.tiers):
+            return False
+        space = asked.namespace
+        sealed = self._cache.residents.served(list(map(space.nodes.get, asked.hashes)))
+        now = longest_hit(space.geometry, space.chunk_size, sealed, asked.limit)
+        best = longest_hit(space.geometry, space.chunk_size, [-1] * len(sealed), asked.limit)
+        return now.tokens < best.tokens
+
+    def _promote(self, asked: Asked) -> Promotion:
+        number = self._cache.new_id()
+        until = time.monotonic() + self._deadline_s
+        promotion = Promotion(number, asked, until, self._cache, self.tiers, self._fetches)
+        self._promotions[number] = promotion
+        under_way = sum(each.promised for each in self._promotions.values() if not each.over)
+        promotion.begin(max(0, int(self._cache.allocator.cells * PROMOTED_SHARE) - under_way))
+        return promotion
+
+    def drop(self, owner: int, number: int) -> None:
+        """Nobody will ask for this lookup again. Others', and unknown ones, are left alone."""
+        promotion = self._promotions.get(number)
+        if promotion and promotion.asked.owner == owner:
+            del self._promotions[number]
+            if not promotion.over:
+                promotion.give_up()
+
+    def owner_gone(self, owner: int) -> None:
+        """The connection that asked has ended."""
+        for number in [n for n, promotion in self._promotions.items() if promotion.asked.owner == owner]:
+            self.drop(owner, number)
+
+    # ------------------------------------------------------------------------------------------------------------- time
+
+    def advance(self) -> None:
+        """Take in what the tiers have done, and start what can be started. Cheap when there is nothing."""
+        for tier in self.tiers:
+            tier.collect()
+        now = time.monotonic()
+        for promotion in list(self._promotions.values()):
+            if not promotion.over and now >= promotion.until:
+                promotion.freeze()
+        self._saving.pump()
+
+    @property
+    def pause(self) -> float:
+        """Seconds after which `advance` should be called, though nothing wakes; infinite if never."""
+        if not self.tiers:
+            return math.inf
+        now = time.monotonic()
+        ends = [promotion.until for promotion in self._promotions.values() if not promotion.over]
+        ends += [now + tier.settings.timeout_s for tier in self.tiers if tier.threads.busy]
+        # shards wait for a tier that is being left alone
+        ends += [now + 1.0] if self._saving.waiting else []
+        return max(0.0, min(ends, default=math.inf) - now)
+
+    def close(self) -> None:
+        """Drain what is under way, and close the tiers."""
+        until = time.monotonic() + DRAIN_SECONDS
+        for promotion in self._promotions.values():
+            if not promotion.over:
+                promotion.give_up()
+        while self._saving.waiting and time.monotonic() < until and any(tier.usable() for tier in self.tiers):
+            self.advance()
+            time.sleep(0.005)
+        for tier in self.tiers:
+            tier.threads.close(max(0.1, until - time.monotonic()))
+            tier.collect()
+            tier.blobs.tier.close()
+
+    # -------------------------------------------------------------------------------------------------------- reporting
+
+    @property
+    def busy(self) -> int:
+        """Calls and shards that wait or are under way: `lmcache wait-idle` waits for them."""
+        return self._saving.waiting + sum(tier.threads.busy for tier in self.tiers)
+
+    def report(self) -> list[dict[str, Any]]:
+        """For `lmcache status`: each tier, what it holds, and what it has done."""
+        return [
+            {
+                "tier": tier.name,
+                "store": tier.settings.store_policy.value,
+                "codec": tier.settings.codec,
+                "usable": tier.usable(),
+                "in_flight": tier.threads.busy,
+                **attrs.asdict(tier.blobs.tier.usage()),
+                "counters": attrs.asdict(tier.counters),
+            }
+            for tier in self.tiers
+        ]
+
+
+def _answer(promotion: Promotion) -> Answer:
+    ticket = promotion.ticket
+    return Answer(ticket.id, ticket.hit.tokens, final=True) if ticket else Answer(0, 0, final=True)
