@@ -15,7 +15,6 @@ to a minute.
 
 import contextlib
 import errno
-import gc
 import itertools
 import logging
 import os
@@ -30,7 +29,7 @@ from lmcache.core.tier_url import choice, positive_number
 from lmcache.errors import ConfigError, TierError
 from lmcache.plugins.storage import disk_file
 from lmcache.plugins.storage.disk_folder import DiskFolder
-from lmcache.plugins.storage.disk_index import BLOCK, DiskIndex, Entry, blocks_of, make_policy
+from lmcache.plugins.storage.disk_index import BLOCK, DiskIndex, Entry, blocks_of, collector_off, make_policy
 
 log = logging.getLogger("lmcache.tier")
 
@@ -111,6 +110,10 @@ class DiskTier(StorageTier):
             try:
                 length = disk_file.read(fd, into, deadline)
                 self._used(entry, fd)
+            except OSError as error:
+                if error.errno == errno.EIO and self._mode == "serve":
+                    self._give_up(entry)
+                raise
             finally:
                 os.close(fd)
             return length
@@ -164,7 +167,7 @@ class DiskTier(StorageTier):
 
     def _open(self, direct: bool) -> None:
         try:
-            with _collector_off():
+            with collector_off():
                 self._index.restore(self._folder.scan(mine=self._mode != "read"))
             refusal = self._folder.direct_io() if direct and self._mode == "serve" else None
             self._make_room(0)
@@ -272,6 +275,12 @@ class DiskTier(StorageTier):
             with contextlib.suppress(OSError):  # the next start will think it older than it is
                 os.utime(fd)
 
+    def _give_up(self, entry: Entry) -> None:
+        """A blob that the drive cannot read is of no use, and would fail again each time that it is wanted."""
+        with contextlib.suppress(OSError), self._lock:
+            if self._index.get(entry.key) is entry:
+                self._remove(entry)
+
     @contextlib.contextmanager
     def _failures(self, what: str) -> Iterator[None]:
         """Whatever the operating system says inside the block becomes a TierError that says what was tried."""
@@ -280,18 +289,6 @@ class DiskTier(StorageTier):
         except OSError as error:
             cause = error if isinstance(error, TierError) else error.strerror or error
             raise TierError(f"{self._name} cannot {what}: {cause}") from error
-
-
-@contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
-    """A hundred thousand new entries would start it again and again, and it would find nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @hookimpl

@@ -132,16 +132,19 @@ def test_a_limit_on_the_size_of_files_is_said_and_leaves_no_part_of_one(tmp_path
 # --------------------------------------------------------------------------------------------------- I/O errors, rights
 
 
-def test_a_read_error_is_said_and_hurts_no_other_blob(open_tier, tmp_path, direct):
+def test_a_read_error_is_said_and_costs_the_blob_that_cannot_be_read_and_no_other(open_tier, tmp_path, direct):
     with ext4_on_image(tmp_path / "image", tmp_path / "mounted", 16 << 20) as folder:
         tier = open_tier(folder, direct=direct)
         tier.store(key(1), parts(5 << 20), soon())
+        tier.store(key(2), parts(BLOCK), soon())
         drop_caches(folder)
         with (tmp_path / "image").open("r+b") as image:
             image.truncate(1 << 20)
         with pytest.raises(TierError, match=rf"^disk://{folder} cannot load {key(1)}: Input/output error$"):
             tier.load(key(1), parts(5 << 20), soon())
-        assert tier.contains([key(1)], soon()) == [True]
+        assert tier.contains([key(1), key(2)], soon()) == [False, True]
+        assert tier.load(key(1), parts(5 << 20), soon()) == 0
+        assert tier.usage().bytes == BLOCK
 
 
 def test_a_write_error_is_said_and_leaves_nothing(open_tier, tmp_path):
