@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import shutil
@@ -11,7 +12,7 @@ import time
 
 import pytest
 from disk_rounds import run_rounds
-from file_systems import drop_caches, ext4_on_image, tmpfs
+from file_systems import drop_caches, ext4_on_image, mounted, tmpfs
 
 from lmcache.core.blob import BlobIdentity, BlobStore, Loaded
 from lmcache.core.tier import KEY_DIGITS, TierLocation
@@ -127,6 +128,21 @@ def test_a_limit_on_the_size_of_files_is_said_and_leaves_no_part_of_one(tmp_path
         f"disk://{tmp_path} cannot store {'cd' * 20}: File too large\n['{'ab' * 20}'] {22 * BLOCK}\n"
     )
     assert files(tmp_path) == ["ab" * 20]
+
+
+def test_a_file_system_without_direct_i_o_is_said_once_and_serves(open_tier, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "lmcache.tier")
+    with mounted(tmp_path / "ram", "-t", "ramfs", "ramfs") as folder:
+        tier = open_tier(folder)
+        tier.store(key(1), parts(300_000), soon())
+        assert tier.load(key(1), parts(300_000), soon()) == 300_000
+        assert tier.alignment == 1
+        assert sorted(path.name for path in folder.iterdir()) == ["ab", "lmcache.lock"]
+    name = f"disk://{folder}"
+    assert caplog.messages == [
+        f"{name} has no direct I/O (Invalid argument): blobs go through the page cache",
+        f"{name} holds 0 blobs, 0 bytes of at most {2**30}",
+    ]
 
 
 # --------------------------------------------------------------------------------------------------- I/O errors, rights
