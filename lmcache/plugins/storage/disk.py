@@ -37,6 +37,8 @@ _USE_IS_NOTED = 60.0
 """Seconds: a blob's time of modification is brought up to date by a load when it is older than that."""
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_OF_NO_USE = {errno.EIO, errno.EINVAL, errno.ELOOP}
+"""What is said of a file that the drive cannot read, or that is no file but a pipe or a link."""
 
 
 class DiskTier(StorageTier):
@@ -95,27 +97,20 @@ class DiskTier(StorageTier):
                 raise
 
     def load(self, key: str, into: Sequence[memoryview], deadline: float) -> int:
-        """Read a file. One that is gone, or was never ours, is no blob."""
+        """Read a file. One that is gone, or was not here when the tier was opened, is no blob."""
         with self._lock:
             entry = self._index.get(key)
         if entry is None:
             return 0
         with self._failures(f"load {key}"):
             try:
-                fd = disk_file.open_old(self._folder.blob_path(key), into, self._direct)
-            except FileNotFoundError:
-                with self._lock:
-                    self._index.remove(entry)
-                return 0
-            try:
-                length = disk_file.read(fd, into, deadline)
-                self._used(entry, fd)
+                length = self._read(entry, into, deadline)
             except OSError as error:
-                if error.errno == errno.EIO and self._mode == "serve":
+                if error.errno in _OF_NO_USE:
                     self._give_up(entry)
                 raise
-            finally:
-                os.close(fd)
+            if not length:
+                self._give_up(entry)
             return length
 
     def contains(self, keys: Sequence[str], deadline: float) -> list[bool]:
@@ -180,8 +175,6 @@ class DiskTier(StorageTier):
         usage = self.usage()
         log.info("%s holds %d blobs, %d bytes of at most %s", self._name, usage.blobs, usage.bytes, usage.limit_bytes)
 
-    # ---------------------------------------------------------------------------------------------------------- storing
-
     @contextlib.contextmanager
     def _room_for(self, blocks: int) -> Iterator[None]:
         """Blocks that a file may take while it is written and has no name."""
@@ -212,8 +205,7 @@ class DiskTier(StorageTier):
         except OSError as error:
             if error.errno not in _NO_ROOM or not self._shrink(blocks_of(sum(map(len, parts)))):
                 raise
-            # others fill the filesystem, too: what it has for us is less than our limit
-            log.info("%s: no room on the filesystem; evicted some blobs for %s", self._name, key)
+            log.info("%s: others fill its file system, too; evicted some blobs for %s", self._name, key)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             self._write_once(path, parts, deadline)
@@ -264,7 +256,17 @@ class DiskTier(StorageTier):
             os.unlink(self._folder.blob_path(entry.key))
         self._index.remove(entry)
 
-    # ---------------------------------------------------------------------------------------------------------- loading
+    def _read(self, entry: Entry, into: Sequence[memoryview], deadline: float) -> int:
+        try:
+            fd = disk_file.open_old(self._folder.blob_path(entry.key), into, self._direct)
+        except FileNotFoundError:
+            return 0
+        try:
+            length = disk_file.read(fd, into, deadline)
+            self._used(entry, fd)
+            return length
+        finally:
+            os.close(fd)
 
     def _used(self, entry: Entry, fd: int) -> None:
         with self._lock:
@@ -276,10 +278,11 @@ class DiskTier(StorageTier):
                 os.utime(fd)
 
     def _give_up(self, entry: Entry) -> None:
-        """A blob that the drive cannot read is of no use, and would fail again each time that it is wanted."""
-        with contextlib.suppress(OSError), self._lock:
-            if self._index.get(entry.key) is entry:
-                self._remove(entry)
+        """A blob that is gone, empty or cannot be read would be said to be there, and fail, each time it is wanted."""
+        if self._mode == "serve":
+            with contextlib.suppress(OSError), self._lock:
+                if self._index.get(entry.key) is entry:
+                    self._remove(entry)
 
     @contextlib.contextmanager
     def _failures(self, what: str) -> Iterator[None]:

@@ -299,10 +299,26 @@ def test_a_damaged_file_is_found_deleted_and_no_longer_counted(stored, damage):
     assert load(blobs, 1) is Loaded.LOADED
 
 
-def test_a_file_cut_to_nothing_is_absent(stored):
+def test_an_empty_file_is_absent_and_no_longer_said_to_be_there(stored):
     blobs, paths = stored
     os.truncate(paths[1], 0)
     assert load(blobs, 1) is Loaded.ABSENT
+    assert blobs.contains([identity(1)], soon()) == [False]
+    assert not paths[1].exists()
+    assert blobs.tier.usage().blobs == 3
+
+
+@pytest.mark.parametrize("what", [os.mkfifo, lambda path: path.symlink_to("notes")], ids=["a pipe", "a link"])
+def test_a_pipe_or_a_link_in_place_of_a_blob_is_neither_waited_for_nor_followed(stored, what):
+    blobs, paths = stored
+    paths[1].rename(paths[1].with_name("notes"))
+    what(paths[1])
+    with contextlib.suppress(TierError):
+        assert load(blobs, 1) is Loaded.ABSENT
+    assert blobs.contains([identity(1)], soon()) == [False]
+    blobs.store(identity(1), [aligned(PAYLOAD)], soon())
+    assert load(blobs, 1) is Loaded.LOADED
+    assert paths[1].with_name("notes").read_bytes()[4096:] == PAYLOAD
 
 
 def test_files_that_changed_their_names_are_found_out(stored):
