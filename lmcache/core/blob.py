@@ -20,6 +20,9 @@ from lmcache.errors import CodecError
 _NAMESPACES = 1024
 """Namespaces whose encoded facts are remembered: more would be a client that sends a new one each time."""
 
+_FOREIGN = 1 << 16
+"""Keys of foreign blobs that are remembered."""
+
 
 class Loaded(enum.Enum):
     """What became of a load."""
@@ -32,7 +35,7 @@ class Loaded(enum.Enum):
     """What was there was not what had been stored. It is deleted."""
     FOREIGN = "foreign"
     """What is there is not ours to read: encrypted with another key or, in a tier that is shared, somebody else's value
-    or another version's. It is left alone; `contains` goes on saying that it is there, and a store replaces it."""
+    or another version's. It is left alone until a store replaces it; to this BlobStore it is no longer there."""
 
 
 @attrs.frozen
@@ -68,6 +71,7 @@ class BlobStore:
         self.codec = codec
         self._codec_name = codec.name if codec else ""
         self._facts: dict[bytes, bytes] = {}
+        self._foreign: dict[str, None] = {}
         self._scratch = _Scratch()
 
     def key(self, identity: BlobIdentity) -> str:
@@ -100,6 +104,7 @@ class BlobStore:
         head = self._scratch.header(header.header_bytes)
         header.write_into(head)
         self.tier.store(key, [head, *stored], deadline)
+        self._foreign.pop(key, None)
         return header.blob_bytes
 
     def load(self, identity: BlobIdentity, into: Sequence[memoryview], deadline: float) -> Loaded:
@@ -118,19 +123,31 @@ class BlobStore:
         if isinstance(answer, BlobHeader):
             if self.codec is None or self._decoded(self.codec, body[0][: answer.stored_bytes], into, key):
                 return Loaded.LOADED
-            return Loaded.FOREIGN
+            return self._is_foreign(key)
         if answer is Finding.FOREIGN and self.tier.shared:
-            return Loaded.FOREIGN
+            return self._is_foreign(key)
         self.tier.delete([key], deadline)
         return Loaded.DAMAGED
 
     def contains(self, identities: Sequence[BlobIdentity], deadline: float) -> list[bool]:
-        """For each, whether the tier has a blob under its key: `load` alone tells whether it is whole."""
-        return self.tier.contains([self.key(identity) for identity in identities], deadline)
+        """For each, whether the tier has a blob under its key that was not found to be foreign.
+
+        `load` alone tells whether it is whole.
+        """
+        keys = [self.key(identity) for identity in identities]
+        there = self.tier.contains(keys, deadline)
+        # who is told that it is there loads it again and again, and never stores what would replace it
+        return [found and key not in self._foreign for key, found in zip(keys, there, strict=True)]
 
     def delete(self, identities: Sequence[BlobIdentity], deadline: float) -> None:
         """Make the tier forget these."""
         self.tier.delete([self.key(identity) for identity in identities], deadline)
+
+    def _is_foreign(self, key: str) -> Loaded:
+        if len(self._foreign) >= _FOREIGN:
+            self._foreign.clear()
+        self._foreign[key] = None
+        return Loaded.FOREIGN
 
     def _encoded_facts(self, identity: BlobIdentity) -> bytes:
         facts = self._facts.get(identity.namespace)

@@ -163,8 +163,19 @@ def test_what_others_wrote_is_left_alone_where_others_may_write(blobs, value, sh
     blobs.tier.blobs[blobs.key(identity())] = value
     assert load(blobs, identity())[0] is (Loaded.FOREIGN if shared else Loaded.DAMAGED)
     assert list(blobs.tier.blobs.values()) == ([value] if shared else [])
+    assert blobs.contains([identity()], DEADLINE) == [False], "who is told that it is there never stores another"
     blobs.store(identity(), pieces(PAYLOAD), DEADLINE)
+    assert blobs.contains([identity()], DEADLINE) == [True]
     assert load(blobs, identity()) == (Loaded.LOADED, PAYLOAD)
+
+
+def test_foreign_keys_take_no_memory_without_end(blobs, monkeypatch):
+    monkeypatch.setattr("lmcache.core.blob._FOREIGN", 10)
+    for number in range(100):
+        blobs.tier.blobs[blobs.key(identity(str(number)))] = b"somebody else's"
+        assert load(blobs, identity(str(number)))[0] is Loaded.FOREIGN
+        assert blobs.contains([identity(str(number))], DEADLINE) == [False]
+    assert len(blobs._foreign) <= 10
 
 
 def test_what_another_key_encrypted_is_foreign_and_left_alone():

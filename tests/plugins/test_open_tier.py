@@ -78,7 +78,10 @@ def test_another_key_reads_nothing_and_deletes_nothing(opened, tmp_path):
     one.blobs.tier.close()
     other = opened(f"&codec=aes-gcm&key_file={tmp_path}/other")
     assert other.blobs.load(IDENTITY, [memoryview(bytearray(7000))], time.monotonic() + 60) is Loaded.FOREIGN
-    assert other.blobs.contains([IDENTITY], time.monotonic() + 60) == [True]
+    assert other.blobs.contains([IDENTITY], time.monotonic() + 60) == [False]
+    other.blobs.tier.close()
+    one = opened(f"&codec=aes-gcm&key_file={tmp_path}/one")
+    assert one.blobs.load(IDENTITY, [memoryview(bytearray(7000))], time.monotonic() + 60) is Loaded.LOADED
 
 
 @pytest.mark.parametrize(
