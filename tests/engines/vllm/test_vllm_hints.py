@@ -103,6 +103,17 @@ def test_chunks_of_a_session_that_has_ended_go_before_older_ones(engine: EngineP
     assert same_answer(cold, kept)
 
 
+def test_a_session_may_end_with_a_request_that_has_nothing_new_to_store(
+    engine: EngineProcess, server: ServerProcess
+) -> None:
+    older, ended, new = (prompt(seed, 800) for seed in (96, 97, 98))
+    ask(engine, server, older, tenant="more sessions")
+    ask(engine, server, ended, tenant="more sessions")
+    assert ask(engine, server, ended, tenant="more sessions", session_end=True)["cached"] == 768
+    ask(engine, server, new, tenant="more sessions")
+    assert [ask(engine, server, ids)["cached"] for ids in (older, ended)] == [768, 256]
+
+
 def test_chunks_of_high_priority_stay_and_those_of_low_priority_go(
     engine: EngineProcess, server: ServerProcess
 ) -> None:
