@@ -5,10 +5,11 @@ Whatever is wrong with a file is a TraceError that names the file, the line and 
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from lmcache.core.hints import NO_HINTS, Hints, Priority
 from lmcache.core.keys import HASH_BYTES, ChainHash, NamespaceDigest
 from lmcache.core.recording import FORMAT
 from lmcache.errors import ConfigError, GeometryError
@@ -56,7 +57,22 @@ class _Namespace(msgspec.Struct):
     geometry: Geometry
 
 
-class _Lookup(msgspec.Struct):
+class _Said(msgspec.Struct, kw_only=True):
+    """When something was asked, and what the request said of its chunks, in a recording."""
+
+    timestamp: float = 0.0
+    ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    priority: Literal["low", "normal", "high"] | None = None
+    session_end: bool = False
+
+    @property
+    def hints(self) -> Hints:
+        if self.ttl_s is None and self.priority is None and not self.session_end:
+            return NO_HINTS
+        return Hints(self.ttl_s, Priority[self.priority.upper()] if self.priority else None, self.session_end)
+
+
+class _Lookup(_Said, kw_only=True):
     namespace: int
     tenant: str
     input_length: int
@@ -64,7 +80,7 @@ class _Lookup(msgspec.Struct):
     hash_ids: list[int]
 
 
-class _Store(msgspec.Struct):
+class _Store(_Said, kw_only=True):
     namespace: int
     tenant: str
     parent: int | None
@@ -223,7 +239,8 @@ class _Reader:
         hashes = self._chain(place, space, line.hash_ids, None)
         self._hit += line.hit_length
         self._asked += len(hashes) * self._known[space][2]
-        self._events.append(Event(space, line.tenant, hashes, max(0, line.input_length - 1)))
+        limit = max(0, line.input_length - 1)
+        self._events.append(Event(space, line.tenant, hashes, limit, hints=line.hints, at=line.timestamp / 1000))
 
     def _store(self, place: _Place, line: _Store) -> None:
         space = self._numbered(place, line.namespace)
@@ -232,7 +249,15 @@ class _Reader:
             raise place.error(f"groups {line.groups} are not among the cached ones of namespace {line.namespace}")
         parent = None if line.parent is None else self._hash(place, line.parent)
         hashes = self._chain(place, space, line.hash_ids, parent)
-        self._events.append(Event(space, line.tenant, hashes, groups=tuple(line.groups), parent=parent))
+        self._events.append(
+            Event(
+                *(space, line.tenant, hashes),
+                groups=tuple(line.groups),
+                parent=parent,
+                hints=line.hints,
+                at=line.timestamp / 1000,
+            )
+        )
 
     def _numbered(self, place: _Place, number: int) -> int:
         if self._head is None or number not in self._numbers:

@@ -122,6 +122,8 @@ class Replay:
     def take(self, number: int, event: Event) -> int:
         """Event `number`: look up, if it does, and store, if it does. Returns the tokens that hit."""
         space = self._spaces[event.namespace]
+        if event.at:
+            self.cache.advance(event.at)
         if self._opt:
             self._opt.advance(number, event, space)
         hit = 0
@@ -132,7 +134,7 @@ class Replay:
         return hit
 
     def _look_up(self, space: Namespace, event: Event) -> int:
-        ticket = self.cache.lookup(OWNER, space, event.hashes, event.limit)
+        ticket = self.cache.lookup(OWNER, space, event.hashes, event.limit, event.tenant, event.hints)
         if ticket is None:
             return 0
         for rank in range(space.geometry.ranks):
@@ -150,20 +152,20 @@ class Replay:
         for group in event.groups:
             for shard in range(space.geometry.groups[group].shards):
                 if isinstance(self.cache, BatchCache):
-                    self._reserve_in_batches(self.cache, space, event.tenant, parent, hashes, group, shard)
+                    self._reserve_in_batches(self.cache, space, event, parent, hashes, group, shard)
                 else:
-                    self._reserve(space, event.tenant, parent, hashes, group, shard)
+                    self._reserve(space, event, parent, hashes, group, shard)
 
     def _reserve(
         self,
         space: Namespace,
-        tenant: str,
+        event: Event,
         parent: ChainHash | None,
         hashes: Sequence[ChainHash],
         group: int,
         shard: int,
     ) -> None:
-        placed = self.cache.reserve(OWNER, space, tenant, parent or b"", hashes, group, shard)
+        placed = self.cache.reserve(OWNER, space, event.tenant, parent or b"", hashes, group, shard, event.hints)
         if placed.reservation:
             self.cache.commit(OWNER, placed.reservation)
 
@@ -171,7 +173,7 @@ class Replay:
         self,
         cache: BatchCache,
         space: Namespace,
-        tenant: str,
+        event: Event,
         parent: ChainHash | None,
         hashes: Sequence[ChainHash],
         group: int,
@@ -185,7 +187,7 @@ class Replay:
             while end < len(hashes) and room > 0:
                 room -= cache.cells_lacking(space, hashes[end : end + 1], group, shard)
                 end += 1
-            self._reserve(space, tenant, parent, hashes[start:end], group, shard)
+            self._reserve(space, event, parent, hashes[start:end], group, shard)
             parent, start = hashes[end - 1], end
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.index import Namespace
 from lmcache.core.keys import ChainHash, NamespaceDigest
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
@@ -27,6 +28,10 @@ class Event:
     """KV groups that are stored, as far as they are not there; empty for a lookup."""
     parent: ChainHash | None = None
     """What the first chunk follows; None where it starts the prompt."""
+    hints: Hints = NO_HINTS
+    """What the request said of its chunks."""
+    at: float = 0.0
+    """Seconds, in a recording: what a TTL is counted from."""
 
 
 @attrs.frozen

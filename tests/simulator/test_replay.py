@@ -1,6 +1,9 @@
 """Replays of traces that are small enough to follow by hand: every count is exact."""
 
+import json
 from collections.abc import Iterator, Sequence
+
+import pytest
 
 from lmcache.core.policy import ChunkNode, EvictionPolicy
 from lmcache.core.recording import FORMAT
@@ -8,7 +11,7 @@ from lmcache.plugins.eviction.lru import LRU
 from lmcache.simulator.capacity import fit_capacities, parse_capacity
 from lmcache.simulator.compare import compare
 from lmcache.simulator.opt import Opt, next_uses
-from lmcache.simulator.reading import read_trace
+from lmcache.simulator.reading import TraceError, read_trace
 from lmcache.simulator.replay import BatchCache, Outcome, Replay, replay
 from lmcache.simulator.trace import Trace
 
@@ -158,3 +161,39 @@ def test_what_a_recorded_engine_had_hit_is_stored_where_a_replay_misses_it(tmp_p
     assert [replaying.take(number, event) for number, event in enumerate(trace.events)] == [0, 0, 48]
     assert trace.recorded
     assert (trace.recorded.tokens_hit, trace.recorded.tokens_asked) == (80, 128)
+
+
+def test_what_requests_said_of_their_chunks_holds_in_the_replay(tmp_path) -> None:
+    """A TTL by the times of the recording, and low before normal, whatever the policy."""
+
+    def event(kind: str, at: int, ids: list[int], **said: object) -> str:
+        common = {"event": kind, "timestamp": at, "output_length": 0, "hash_ids": ids, "namespace": 0, "tenant": ""}
+        more = {"parent": None, "groups": [0]} if kind == "store" else {"hit_length": 0}
+        length = 0 if kind == "store" else 16 * len(ids) + 1
+        return json.dumps({**common, "input_length": length, **more, **said}) + "\n"
+
+    path = tmp_path / "recording.jsonl"
+    geometry = {"groups": [{"kind": "full", "tokens_per_block": 16, "page_bytes": [4096]}]}
+    head = {"format": FORMAT, "recording": "a", "part": 1, "policy": "LRU", "cells": 4, "cell_bytes": 4096}
+    space = {"namespace": 0, "digest": "aa", "model": "m", "chunk_size": 16, "geometry": geometry}
+    path.write_text(
+        json.dumps({"event": "recording", **head})
+        + "\n"
+        + json.dumps({"event": "namespace", **space})
+        + "\n"
+        + event("store", 1_000, [1, 2], ttl_s=5)
+        + event("lookup", 5_900, [1, 2], ttl_s=0)
+        + event("lookup", 6_000, [1, 2])
+        + event("store", 7_000, [5, 6])
+        + event("store", 8_000, [7, 8], priority="low")
+        + event("store", 9_000, [9], session_end=True)
+        + event("lookup", 9_001, [5, 6])
+        + event("lookup", 9_002, [7, 8])
+    )
+    trace = read_trace(path)
+    replaying = Replay(trace, 4, LRU())
+
+    assert [replaying.take(number, each) // 16 for number, each in enumerate(trace.events)] == [0, 2, 0, 0, 0, 0, 2, 1]
+    path.write_text(path.read_text().replace('"low"', '"urgent"'))
+    with pytest.raises(TraceError, match=r"line 7: .*urgent"):
+        read_trace(path)
