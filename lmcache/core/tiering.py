@@ -24,7 +24,8 @@ from lmcache.core.blob import BlobStore
 from lmcache.core.cache import Cache
 from lmcache.core.promotion import Asked, Fetches, Promotion
 from lmcache.core.saving import Saving
-from lmcache.core.tier_in_use import Arena, TierInUse
+from lmcache.core.tier_in_use import Arena, ThreadsMaker, TierInUse
+from lmcache.core.tier_threads import TierThreads
 from lmcache.core.tier_url import TierSettings
 from lmcache.geometry.hits import longest_hit
 
@@ -55,10 +56,15 @@ class Tiering:
         arena: Arena | None = None,
         wake: Callable[[], None] = lambda: None,
         deadline_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        make_threads: ThreadsMaker = TierThreads,
     ) -> None:
         """`wake` is called from threads of tiers, and should lead to a call of `advance`. Tiers need an `arena`."""
         self._cache = cache
-        self.tiers = [TierInUse(number, *tier, arena, wake) for number, tier in enumerate(tiers) if arena]
+        self.tiers = [
+            TierInUse(number, *tier, arena, wake, clock, make_threads) for number, tier in enumerate(tiers) if arena
+        ]
+        self._clock = clock
         self._deadline_s = deadline_s
         self._saving = Saving(cache, self.tiers)
         self._fetches = Fetches()
@@ -101,7 +107,7 @@ class Tiering:
 
     def _promote(self, asked: Asked) -> Promotion:
         number = self._cache.new_id()
-        until = time.monotonic() + self._deadline_s
+        until = self._clock() + self._deadline_s
         promotion = Promotion(number, asked, until, self._cache, self.tiers, self._fetches)
         self._promotions[number] = promotion
         under_way = sum(each.promised for each in self._promotions.values() if not each.over)
@@ -127,7 +133,7 @@ class Tiering:
         """Take in what the tiers have done, and start what can be started. Cheap when there is nothing."""
         for tier in self.tiers:
             tier.collect()
-        now = time.monotonic()
+        now = self._clock()
         for promotion in list(self._promotions.values()):
             if not promotion.over and now >= promotion.until:
                 promotion.freeze()
@@ -138,7 +144,7 @@ class Tiering:
         """Seconds after which `advance` should be called, though nothing wakes; infinite if never."""
         if not self.tiers:
             return math.inf
-        now = time.monotonic()
+        now = self._clock()
         ends = [promotion.until for promotion in self._promotions.values() if not promotion.over]
         ends += [now + tier.settings.timeout_s for tier in self.tiers if tier.threads.busy]
         # shards wait for a tier that is being left alone
