@@ -115,6 +115,8 @@ class Cache:
         self._completed: deque[int] = deque(maxlen=REMEMBERED_TICKETS)
         self.on_committed: Callable[[Node, int], None] | None = None
         """Hears of every slot of a chunk that becomes readable, in the call that makes it so."""
+        self.on_short: Callable[[], None] | None = None
+        """Hears of every `reserve` that there was too little room for."""
 
     # ------------------------------------------------------------------------------------------------------------- time
 
@@ -159,6 +161,8 @@ class Cache:
             self.residents.retain(last.chain(), hints)
         if last and hints.ends_session:
             self.residents.end_session(last)
+        if len(placed) < admitted and self.on_short:
+            self.on_short()
         if len(placed) == admitted:
             self.counters.chunks_refused += len(hashes) - admitted
             placed += bytes([Placed.REFUSED]) * (len(hashes) - admitted)

@@ -1,7 +1,7 @@
 """Up: one lookup that is longer with what the tiers have, from its first question to its final hit. Server's thread."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -35,6 +35,11 @@ class Fetches:
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Node, int], list[Callable[[bool], None]]] = {}
+        self._tiers: dict[Node, dict[int, TierInUse]] = {}
+
+    def under_way(self, node: Node) -> Iterable[tuple[int, TierInUse]]:
+        """Slots of the chunk that are being fetched, and from where."""
+        return self._tiers.get(node, {}).items()
 
     def join(self, node: Node, slot: int, then: Callable[[bool], None]) -> bool:
         """Hear of a fetch that somebody else has begun. False: nobody has."""
@@ -44,12 +49,16 @@ class Fetches:
         waiting.append(then)
         return True
 
-    def begin(self, node: Node, slot: int, then: Callable[[bool], None]) -> None:
+    def begin(self, node: Node, slot: int, tier: TierInUse, then: Callable[[bool], None]) -> None:
         """A fetch begins; `then` is the first to hear of it."""
         self._waiting[node, slot] = [then]
+        self._tiers.setdefault(node, {})[slot] = tier
 
     def end(self, node: Node, slot: int, there: bool) -> None:
         """It has ended."""
+        del self._tiers[node][slot]
+        if not self._tiers[node]:
+            del self._tiers[node]
         for then in self._waiting.pop((node, slot)):
             then(there)
 
@@ -62,8 +71,16 @@ class Promotion:
     """
 
     def __init__(
-        self, number: int, asked: Asked, until: float, cache: Cache, tiers: Sequence[TierInUse], fetches: Fetches
+        self,
+        number: int,
+        asked: Asked,
+        until: float,
+        cache: Cache,
+        tiers: Sequence[TierInUse],
+        fetches: Fetches,
+        room_comes: Callable[[], bool],
     ) -> None:
+        """`room_comes` says whether L1 is making room that is not there yet."""
         self.id = number
         self.asked = asked
         self.until = until
@@ -74,11 +91,14 @@ class Promotion:
         self._cache = cache
         self._tiers = tiers
         self._fetches = fetches
+        self._room_comes = room_comes
         self._held: dict[Node, None] = {}
         self._missing: dict[int, int] = {}
         self._found: dict[tuple[int, int], TierInUse] = {}
         self._plan: deque[tuple[int, int]] = deque()
         """(chunk, slot) to fetch."""
+        self._decided = False
+        """Whether it is known what to fetch."""
         self._out = 0
         """Answers of tiers that it waits for."""
         self.promised = 0
@@ -97,6 +117,8 @@ class Promotion:
                 self._missing[chunk] = lacking
             if node:
                 self._hold(node)
+                for slot, tier in self._fetches.under_way(node):
+                    self._found[chunk, slot] = tier
         self._search(0)
 
     def _search(self, number: int) -> None:
@@ -129,13 +151,14 @@ class Promotion:
     # --------------------------------------------------------------------------------------------------------- deciding
 
     def _decide(self) -> None:
+        self._decided = True
         hit = self._possible()
         space = self.asked.namespace
         self.promised = _chunks(hit, space) * space.chunk_cells
         now = longest_hit(space.geometry, space.chunk_size, self._in_l1(), self.asked.limit)
         if hit.tokens > now.tokens:
             self._plan.extend(self._needed(hit))
-        self._pump()
+        self.pump()
 
     def _possible(self) -> Hit:
         """The longest hit with what has been found, that there is room for."""
@@ -175,21 +198,25 @@ class Promotion:
 
     # --------------------------------------------------------------------------------------------------------- fetching
 
-    def _pump(self) -> None:
+    def pump(self) -> None:
         """Fetch on; freeze the hit when nothing is on its way any more."""
         while self._plan and not self.over and self._out < AT_ONCE * self._found[self._plan[0]].settings.threads:
-            chunk, slot = self._plan.popleft()
-            if not self._fetch(chunk, slot):
+            fetched = self._fetch(*self._plan[0])
+            if fetched is None and self._room_comes():
+                return  # `pump` is called again
+            if not fetched:
                 self._plan.clear()  # without it, what follows is worth nothing, or less than what it costs
-        if not self._out and not self._plan and not self.over:
+                break
+            self._plan.popleft()
+        if not self._out and not self._plan and self._decided and not self.over:
             self.freeze()
 
-    def _fetch(self, chunk: int, slot: int) -> bool:
-        """Have one shard fetched, unless it is there. False: it cannot be had."""
+    def _fetch(self, chunk: int, slot: int) -> bool | None:
+        """Have one shard fetched, unless it is there. False: it cannot be had; None: there is no room for it now."""
         asked, tier = self.asked, self._found[chunk, slot]
         got = self._cache.fetch(asked.namespace, asked.hashes, chunk, slot, asked.tenant, asked.hints)
         if got is None:
-            return False
+            return None
         if isinstance(got, Node):
             self._hold(got)
             if got.shards[slot] is not None:
@@ -202,7 +229,7 @@ class Promotion:
         node = got.objects[0][0]
         self._hold(node)
         self._out += 1
-        self._fetches.begin(node, slot, self._came)
+        self._fetches.begin(node, slot, tier, self._came)
         if not tier.fetch(node, slot, unpack_cells(got.objects[0][2]), lambda there: self._ended(got, slot, there)):
             self._ended(got, slot, there=False)
         return True
@@ -216,7 +243,7 @@ class Promotion:
         self._out -= 1
         if not there:
             self._plan.clear()
-        self._pump()
+        self.pump()
 
     # ----------------------------------------------------------------------------------------------------------- ending
 

@@ -41,6 +41,8 @@ class Residents:
         self.order.resize(allocator.cells)
         self.orphaned: dict[Node, None] = {}
         """Holes: nodes without bytes that others hang below; what hangs there is evicted first."""
+        self.unsaved: Callable[[Node], bool] = lambda _: False
+        """Whether a chunk must not go before a tier has it."""
         self._deadlines = Deadlines()
         self._high_limit = int(allocator.cells * HIGH_SHARE)
         self._demoted = False
@@ -138,7 +140,10 @@ class Residents:
     ) -> None:
         while (free := room()) < cells:
             search = VictimSearch(
-                self.order, self.accounts, self.orphaned, asker, within=within, high_limit=self._high_limit
+                *(self.order, self.accounts, self.orphaned, asker),
+                within=within,
+                high_limit=self._high_limit,
+                unsaved=self.unsaved,
             )
             victims = search.choose(free, cells, unit)
             if not victims:

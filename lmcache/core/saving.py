@@ -11,8 +11,11 @@ from lmcache.core.tier_url import StorePolicy
 MOST_WAITING = 1 << 16
 """Shards that wait to be written to one tier; what comes while so many wait is not."""
 
-KEPT_FREE = 0.05
-"""Share of L1 that tiers written on eviction keep free ahead of need."""
+READY_SHARE = 0.1
+"""Share of L1 that is free, or can be at once, ahead of need, where tiers are written on eviction."""
+
+MOST_READY = 1024
+"""Cells that are made ready ahead, at most: every store looks whether they still are."""
 
 
 class WriteThrough:
@@ -56,9 +59,10 @@ class WriteThrough:
 
 
 class OnEvict:
-    """Writes what would be evicted next to tiers, and evicts it when they have it, so that some cells are always free.
+    """Writes what would be evicted next to tiers, so that there is always something that can go at once.
 
-    A store that needs more than those evicts what has not been written yet: it never waits.
+    What the tiers do not have yet does not go, unless none of them works: a store that needs more room than is ready is
+    placed as far as it fits, and never waits.
     """
 
     def __init__(self, cache: Cache, tiers: Sequence[TierInUse]) -> None:
@@ -66,33 +70,54 @@ class OnEvict:
         self._tiers = tiers
         self._leaving: dict[Node, int] = {}
         """Nodes that are being written → calls that have not come back."""
-        self._ready = max(1, int(cache.allocator.cells * KEPT_FREE))
+        self._ready = min(MOST_READY, max(1, int(cache.allocator.cells * READY_SHARE)))
         self._due = True
         """Whether something has come or gone since victims were looked for last."""
+        self._target = self._ready
+        cache.residents.unsaved = self._unsaved
+        cache.on_short = self._short
 
     def committed(self) -> None:
         """Something is in L1 that was not there before."""
         self._due = True
+        self._target = max(self._ready, self._target * 3 // 4)
+
+    def _short(self) -> None:
+        """A store found too little room: what was ready was too little, or its own."""
+        self._due = True
+        self._target = min(self._cache.allocator.cells, 2 * self._target)
+
+    def makes_room(self) -> bool:
+        """Somebody found too little room: whether something is being written that may go afterwards."""
+        self._short()
+        self.pump()
+        return bool(self._leaving)
+
+    def _unsaved(self, node: Node) -> bool:
+        return not node.expires_some_day and any(tier.usable() and self._lacking(tier, node) for tier in self._tiers)
+
+    @staticmethod
+    def _lacking(tier: TierInUse, node: Node) -> list[int]:
+        """Slots that are committed and not known to be there."""
+        return [slot for slot, packed in enumerate(node.shards) if packed is not None and not tier.holds(node, slot)]
 
     def pump(self) -> None:
-        """Start to write what has to go for enough cells to be free."""
+        """Start to write what has to go for enough cells to be ready."""
         allocator = self._cache.allocator
         if not self._due or allocator.backed < allocator.cells or not any(tier.usable() for tier in self._tiers):
             return
-        coming = sum(node.cells for node in self._leaving)
         self._due = False
-        if allocator.free + coming >= self._ready:
-            return
-        for node in self._cache.residents.next_victims(self._ready - coming):
-            self._begin(node)
+        coming = sum(node.cells for node in self._leaving)
+        for node in self._cache.residents.next_victims(self._target - coming):
+            if self._unsaved(node):
+                self._begin(node)
 
     def _begin(self, node: Node) -> None:
         self._cache.hold(node)
         self._leaving[node] = 1
-        for tier in self._tiers if not node.expires_some_day else ():
-            for slot, packed in enumerate(node.shards):
-                lacking = packed is not None and not tier.holds(node, slot)
-                if lacking and tier.save(node, slot, lambda: self._written(node)):
+        for tier in self._tiers:
+            for slot in self._lacking(tier, node):
+                if tier.save(node, slot, lambda: self._written(node)):
                     self._leaving[node] += 1
         self._written(node)
 
@@ -102,8 +127,6 @@ class OnEvict:
             self._due = True
             del self._leaving[node]
             self._cache.let_go(node)
-            if node.evictable and node.cells:  # nobody has asked for it meanwhile
-                self._cache.residents.evict(node)
 
 
 class Saving:
@@ -120,6 +143,10 @@ class Saving:
     def waiting(self) -> int:
         """Shards that wait to be written."""
         return sum(each.waiting for each in self._through)
+
+    def makes_room(self) -> bool:
+        """Called by who finds none: whether something is being written that may go afterwards."""
+        return self._on_evict is not None and self._on_evict.makes_room()
 
     def committed(self, node: Node, slot: int) -> None:
         """A shard is readable. What is to expire stays in L1: no tier would forget it in time."""

@@ -1,7 +1,8 @@
 """Movement between L1 and the tiers behind it, off the request path.
 
 **Down** (`saving.py`). A tier that is written through gets every shard as soon as it is committed; one that is written
-on eviction gets what would go next, ahead of need, so that some cells are always free: a store never waits for I/O.
+on eviction gets what would go next, ahead of need, so that some cells can always be had at once: a store never waits
+for I/O. What such a tier does not have yet is not evicted, unless the tier does not work.
 
 **Up** (`promotion.py`). A lookup that could be longer with what the tiers have is answered "ask again". It looks at the
 tiers in order and fetches what the longer hit needs into L1, in chain order and a few shards at a time; the hit is
@@ -108,7 +109,7 @@ class Tiering:
     def _promote(self, asked: Asked) -> Promotion:
         number = self._cache.new_id()
         until = self._clock() + self._deadline_s
-        promotion = Promotion(number, asked, until, self._cache, self.tiers, self._fetches)
+        promotion = Promotion(*(number, asked, until, self._cache, self.tiers, self._fetches), self._saving.makes_room)
         self._promotions[number] = promotion
         under_way = sum(each.promised for each in self._promotions.values() if not each.over)
         promotion.begin(max(0, int(self._cache.allocator.cells * PROMOTED_SHARE) - under_way))
@@ -138,6 +139,8 @@ class Tiering:
             if not promotion.over and now >= promotion.until:
                 promotion.freeze()
         self._saving.pump()
+        for promotion in list(self._promotions.values()):
+            promotion.pump()  # there may be room now
 
     @property
     def pause(self) -> float:

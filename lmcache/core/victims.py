@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from lmcache.core.accounts import Account, Accounts, by_last_use
 from lmcache.core.hints import Priority
@@ -24,7 +24,8 @@ class VictimSearch:
 
     Who goes, in this order: what hangs below holes; chunks of low priority; the policy's order; where it does not name
     enough, the order of last use; chunks of high priority, which come into their own turn once they fill more than
-    `high_limit` cells. Spared is what another account is guaranteed; `within`, if given, spares all other accounts.
+    `high_limit` cells. Spared is what another account is guaranteed, and what is `unsaved`: a tier is to have it first;
+    `within`, if given, spares all other accounts.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class VictimSearch:
         *,
         within: Account | None = None,
         high_limit: int = 0,
+        unsaved: Callable[[Node], bool] = lambda _: False,
     ) -> None:
         self._order = order
         self._accounts = accounts
         self._orphaned = orphaned
         self._asker = asker
         self._within = within
+        self._unsaved = unsaved
         self._sparing_high = accounts.high_cells <= high_limit
         self._seen: set[Node] = set()
         self._taken: Counter[Account] = Counter()
@@ -81,6 +84,8 @@ class VictimSearch:
 
     def _spared(self, node: Node) -> bool:
         account = node.account
+        if self._unsaved(node):
+            return True
         if self._within is not None and account is not self._within:
             return True
         if self._sparing_high and node.priority is Priority.HIGH:

@@ -1,14 +1,16 @@
 """Tiers behind a real server: what comes back after it was killed, evicted, damaged; what a tier that fails costs."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from core_stand import CELL, CHUNK, GEOMETRY, ServerProcess, prompt, wait_until
-from tier_stand import TinyEngine
+from tier_stand import TinyEngine, joined
 
 from lmcache.core.control import Control
+from lmcache.core.hints import Hints
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 
 HYBRID = Geometry(
@@ -25,8 +27,11 @@ HYBRID = Geometry(
 class Site:
     """A server over a folder, and an engine; the server may be killed and started again."""
 
-    def __init__(self, folder: Path, *options: str, geometry: Geometry = GEOMETRY) -> None:
-        self._options = ("--l2", f"disk://{folder}?size_gb=1", *options)
+    def __init__(
+        self, folder: Path, *options: str, geometry: Geometry = GEOMETRY, store: str = "write-through"
+    ) -> None:
+        self.folder = folder
+        self._options = ("--l2", f"disk://{folder}?size_gb=1&store={store}", *options)
         self.server = ServerProcess(0, *self._options)
         self.engine = TinyEngine(self.server.address, geometry)
 
@@ -103,3 +108,222 @@ def test_every_group_and_rank_of_a_hybrid_comes_back(folder: Path) -> None:
         assert site.tier()["counters"]["loaded"] == 2 * 6 + 2 + 2
     finally:
         site.close()
+
+
+def test_a_hit_is_put_together_from_l1_and_the_tier(site: Site) -> None:
+    hashes = prompt(1, 12)
+    site.engine.store(hashes)
+    site.settle()
+    site.restart()
+    assert site.engine.hit(hashes[:5]) == 5
+
+    assert site.engine.hit(hashes) == 12
+    assert site.tier()["counters"]["loaded"] == 12
+
+
+def test_prompts_that_fill_l1_many_times_over_all_come_back(folder: Path) -> None:
+    site = Site(folder, "--l1-size-gb", str(64 * CELL / (1 << 30)))
+    try:
+        prompts = [prompt(number, 20) for number in range(12)]
+        for hashes in prompts:
+            assert site.engine.store(hashes) == 20
+            site.settle()  # what is evicted before it was written is lost
+        assert site.tier()["counters"]["stored"] == 12 * 20
+
+        for _ in range(2):
+            for hashes in prompts:
+                assert site.engine.hit(hashes) == 20
+        gauges = site.server.status()["gauges"]
+        assert (gauges["tickets"], gauges["reservations"], gauges["pinned_nodes"]) == (0, 0, 0)
+        assert site.tier()["counters"]["stored"] == 12 * 20, "what came from the tier was written to it again"
+    finally:
+        site.close()
+
+
+def test_a_tier_that_is_written_on_eviction_gets_what_leaves_l1_before_it_leaves(folder: Path) -> None:
+    site = Site(folder, "--l1-size-gb", str(100 * CELL / (1 << 30)), store="on-evict")
+    try:
+        site.engine.store(prompt(0, 50))
+        site.settle()
+        assert site.tier()["counters"]["stored"] == 0
+        for number in range(1, 10):
+            # placed as far as there is room for it at once: free, or evictable because the tier has it
+            wait_until(lambda number=number: site.engine.store(prompt(number, 50)) == 50)
+        site.settle()
+        assert site.server.status()["counters"]["chunks_evicted"] >= 8 * 50
+        assert site.tier()["counters"]["stored"] >= 8 * 50
+
+        assert [site.engine.hit(prompt(number, 50)) for number in range(10)] == [50] * 10
+    finally:
+        site.close()
+
+
+def test_l1_with_too_little_room_for_a_hit_gives_a_shorter_one(folder: Path) -> None:
+    large = Site(folder)
+    hashes = prompt(1, 40)
+    large.engine.store(hashes)
+    large.settle()
+    large.close()
+
+    small = Site(folder, "--l1-size-gb", str(32 * CELL / (1 << 30)))
+    try:
+        assert small.engine.hit(hashes) == 16  # half of L1 is the most that one engine may hold
+        assert small.server.status()["gauges"]["reservations"] == 0
+    finally:
+        small.close()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "another's", "gone"])
+def test_a_blob_that_is_damaged_ends_the_hit_before_it_and_is_stored_again(
+    site: Site, folder: Path, damage: str
+) -> None:
+    hashes = prompt(1, 10)
+    site.engine.store(hashes)
+    site.settle()
+    files = {path.name: path for path in folder.rglob("*") if len(path.name) == 40}
+    assert len(files) == 10
+    site.restart()
+    victim = files[site_key(site, hashes[6])]
+    other = files[site_key(site, hashes[2])].read_bytes()
+    whole = victim.read_bytes()
+    match damage:
+        case "flipped":
+            victim.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
+        case "truncated":
+            victim.write_bytes(whole[:-1])
+        case "another's":
+            victim.write_bytes(other)
+        case "gone":
+            victim.unlink()
+
+    assert site.engine.hit(hashes) == 6
+    counters = site.tier()["counters"]
+    assert (counters["damaged"], counters["absent"]) == ((0, 1) if damage == "gone" else (1, 0))
+    site.engine.store(hashes)
+    site.settle()
+    assert victim.read_bytes() == whole
+    site.restart()
+    assert site.engine.hit(hashes) == 10
+
+
+def site_key(site: Site, chain_hash: bytes) -> str:
+    """The name of the file in which the folder keeps a chunk: its header names the chunk's hash."""
+    for path in site.folder.rglob("*"):
+        if len(path.name) == 40 and path.read_bytes()[52:68] == chain_hash:
+            return path.name
+    raise AssertionError(f"no file holds {chain_hash!r}")
+
+
+def test_chunks_that_expire_are_never_written_to_a_tier(site: Site) -> None:
+    site.engine.store(prompt(1, 4), hints=Hints(ttl_s=300.0))
+    site.engine.store(prompt(2, 4))
+    site.settle()
+
+    assert site.tier()["counters"]["stored"] == 4
+    site.restart()
+    assert (site.engine.hit(prompt(1, 4)), site.engine.hit(prompt(2, 4))) == (0, 4)
+
+
+def test_two_lookups_at_once_fetch_what_both_need_once(site: Site) -> None:
+    hashes = prompt(1, 30)
+    site.engine.store(hashes)
+    site.settle()
+    site.restart()
+    link = site.engine.link()
+    pending = [link.lookup("", joined(hashes), 30 * CHUNK) for _ in range(4)]
+    found = [each.wait() for each in pending]
+
+    assert [each.tokens for each in found] == [30 * CHUNK] * 4
+    assert site.tier()["counters"]["loaded"] == 30
+    for each in found:
+        link.drop(each.ticket)
+
+
+def test_an_engine_that_dies_while_it_is_looked_for_its_prompt_leaves_nothing_behind(site: Site) -> None:
+    hashes = prompt(1, 30)
+    site.engine.store(hashes)
+    site.settle()
+    site.restart()
+    site.engine.link().lookup("", joined(hashes), 30 * CHUNK)
+    site.engine.close()
+
+    def nothing_held() -> bool:
+        status = site.server.status()
+        gauges = status["gauges"]
+        return gauges["tier_calls"] == gauges["reservations"] == gauges["tickets"] == gauges["clients"] == 0
+
+    wait_until(nothing_held)
+    site.engine = TinyEngine(site.server.address, GEOMETRY)
+    assert site.engine.hit(hashes) == 30
+
+
+SLOW_TIER = """
+import time
+from lmcache.core.hookspecs import hookimpl
+from lmcache.core.tier import StorageTier
+
+class Slow(StorageTier):
+    scheme = "slow"
+    options = {"how": "what it does to calls"}
+
+    def __init__(self, location):
+        self.how = location.options["how"]
+
+    def call(self):
+        if self.how == "hangs":
+            time.sleep(1e9)
+        raise OSError(5, "the device is on fire")
+
+    def store(self, key, parts, deadline):
+        self.call()
+
+    def load(self, key, into, deadline):
+        return self.call()
+
+    def contains(self, keys, deadline):
+        return self.call()
+
+    def delete(self, keys, deadline):
+        self.call()
+
+    def keys(self):
+        return iter(())
+
+@hookimpl
+def lmcache_register_storage_tiers():
+    return [Slow]
+"""
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+def test_a_tier_that_hangs_or_fails_costs_misses_only_and_is_left_alone(tmp_path: Path, how: str) -> None:
+    plugin = tmp_path / "slow.py"
+    plugin.write_text(SLOW_TIER)
+    server = ServerProcess(
+        *(0, "--plugin", str(plugin), "--l2", f"slow:///?how={how}&timeout_s=0.2&threads=2", "--l2-deadline-s", "1")
+    )
+    engine = TinyEngine(server.address, GEOMETRY)
+    try:
+        assert engine.store(prompt(1, 5)) == 5
+        assert engine.hit(prompt(1, 5)) == 5
+        for number in range(2, 8):
+            assert engine.hit(prompt(number, 5)) == 0
+        [tier] = wait_until(lambda: [t for t in server.status()["tiers"] if not t["usable"]])
+        assert tier["counters"]["timeouts" if how == "hangs" else "errors"] >= 1
+        assert engine.hit(prompt(9, 5)) == 0
+        assert engine.hit(prompt(1, 5)) == 5
+        assert server.status()["gauges"]["reservations"] == 0
+    finally:
+        engine.close()
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0, "a tier that hangs kept the server from ending"
+        server.close()
+
+
+def test_what_waits_to_be_written_when_the_server_is_told_to_stop_is_written(site: Site) -> None:
+    site.engine.store(prompt(1, 50))
+    site.server.signal(signal.SIGTERM)
+    assert site.server.process.wait(30) == 0
+    site.restart()
+
+    assert site.engine.hit(prompt(1, 50)) == 50

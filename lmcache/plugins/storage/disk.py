@@ -15,7 +15,6 @@ to a minute.
 
 import contextlib
 import errno
-import gc
 import itertools
 import logging
 import os
@@ -30,7 +29,7 @@ from lmcache.core.tier_url import choice, positive_number
 from lmcache.errors import ConfigError, TierError
 from lmcache.plugins.storage import disk_file
 from lmcache.plugins.storage.disk_folder import DiskFolder
-from lmcache.plugins.storage.disk_index import BLOCK, DiskIndex, Entry, blocks_of, make_policy
+from lmcache.plugins.storage.disk_index import BLOCK, DiskIndex, Entry, blocks_of, collector_off, make_policy
 
 log = logging.getLogger("lmcache.tier")
 
@@ -38,6 +37,8 @@ _USE_IS_NOTED = 60.0
 """Seconds: a blob's time of modification is brought up to date by a load when it is older than that."""
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_OF_NO_USE = {errno.EIO, errno.EINVAL, errno.ELOOP}
+"""What is said of a file that the drive cannot read, or that is no file but a pipe or a link."""
 
 
 class DiskTier(StorageTier):
@@ -96,23 +97,20 @@ class DiskTier(StorageTier):
                 raise
 
     def load(self, key: str, into: Sequence[memoryview], deadline: float) -> int:
-        """Read a file. One that is gone, or was never ours, is no blob."""
+        """Read a file. One that is gone, or was not here when the tier was opened, is no blob."""
         with self._lock:
             entry = self._index.get(key)
         if entry is None:
             return 0
         with self._failures(f"load {key}"):
             try:
-                fd = disk_file.open_old(self._folder.blob_path(key), into, self._direct)
-            except FileNotFoundError:
-                with self._lock:
-                    self._index.remove(entry)
-                return 0
-            try:
-                length = disk_file.read(fd, into, deadline)
-                self._used(entry, fd)
-            finally:
-                os.close(fd)
+                length = self._read(entry, into, deadline)
+            except OSError as error:
+                if error.errno in _OF_NO_USE:
+                    self._give_up(entry)
+                raise
+            if not length:
+                self._give_up(entry)
             return length
 
     def contains(self, keys: Sequence[str], deadline: float) -> list[bool]:
@@ -164,7 +162,7 @@ class DiskTier(StorageTier):
 
     def _open(self, direct: bool) -> None:
         try:
-            with _collector_off():
+            with collector_off():
                 self._index.restore(self._folder.scan(mine=self._mode != "read"))
             refusal = self._folder.direct_io() if direct and self._mode == "serve" else None
             self._make_room(0)
@@ -176,8 +174,6 @@ class DiskTier(StorageTier):
             log.info("%s has no direct I/O (%s): blobs go through the page cache", self._name, refusal.strerror)
         usage = self.usage()
         log.info("%s holds %d blobs, %d bytes of at most %s", self._name, usage.blobs, usage.bytes, usage.limit_bytes)
-
-    # ---------------------------------------------------------------------------------------------------------- storing
 
     @contextlib.contextmanager
     def _room_for(self, blocks: int) -> Iterator[None]:
@@ -209,8 +205,7 @@ class DiskTier(StorageTier):
         except OSError as error:
             if error.errno not in _NO_ROOM or not self._shrink(blocks_of(sum(map(len, parts)))):
                 raise
-            # others fill the filesystem, too: what it has for us is less than our limit
-            log.info("%s: no room on the filesystem; evicted some blobs for %s", self._name, key)
+            log.info("%s: others fill its file system, too; evicted some blobs for %s", self._name, key)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             self._write_once(path, parts, deadline)
@@ -261,7 +256,17 @@ class DiskTier(StorageTier):
             os.unlink(self._folder.blob_path(entry.key))
         self._index.remove(entry)
 
-    # ---------------------------------------------------------------------------------------------------------- loading
+    def _read(self, entry: Entry, into: Sequence[memoryview], deadline: float) -> int:
+        try:
+            fd = disk_file.open_old(self._folder.blob_path(entry.key), into, self._direct)
+        except FileNotFoundError:
+            return 0
+        try:
+            length = disk_file.read(fd, into, deadline)
+            self._used(entry, fd)
+            return length
+        finally:
+            os.close(fd)
 
     def _used(self, entry: Entry, fd: int) -> None:
         with self._lock:
@@ -272,6 +277,13 @@ class DiskTier(StorageTier):
             with contextlib.suppress(OSError):  # the next start will think it older than it is
                 os.utime(fd)
 
+    def _give_up(self, entry: Entry) -> None:
+        """A blob that is gone, empty or cannot be read would be said to be there, and fail, each time it is wanted."""
+        if self._mode == "serve":
+            with contextlib.suppress(OSError), self._lock:
+                if self._index.get(entry.key) is entry:
+                    self._remove(entry)
+
     @contextlib.contextmanager
     def _failures(self, what: str) -> Iterator[None]:
         """Whatever the operating system says inside the block becomes a TierError that says what was tried."""
@@ -280,18 +292,6 @@ class DiskTier(StorageTier):
         except OSError as error:
             cause = error if isinstance(error, TierError) else error.strerror or error
             raise TierError(f"{self._name} cannot {what}: {cause}") from error
-
-
-@contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
-    """A hundred thousand new entries would start it again and again, and it would find nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @hookimpl

@@ -44,7 +44,9 @@ def write(fd: int, parts: Sequence[Buffer], deadline: float) -> None:
 
 def open_old(path: str, into: Sequence[memoryview], direct: bool) -> int:
     """Open a file to be read into `into`; whoever gets the descriptor closes it."""
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct and _aligned(into) else 0))
+    # whatever somebody has put in its place: a link is not followed, and a pipe is not waited for
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.open(path, flags | (os.O_DIRECT if direct and _aligned(into) else 0))
 
 
 def read(fd: int, into: Sequence[memoryview], deadline: float) -> int:

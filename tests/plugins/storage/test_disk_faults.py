@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import shutil
@@ -11,7 +12,7 @@ import time
 
 import pytest
 from disk_rounds import run_rounds
-from file_systems import drop_caches, ext4_on_image, tmpfs
+from file_systems import drop_caches, ext4_on_image, mounted, tmpfs
 
 from lmcache.core.blob import BlobIdentity, BlobStore, Loaded
 from lmcache.core.tier import KEY_DIGITS, TierLocation
@@ -129,19 +130,37 @@ def test_a_limit_on_the_size_of_files_is_said_and_leaves_no_part_of_one(tmp_path
     assert files(tmp_path) == ["ab" * 20]
 
 
+def test_a_file_system_without_direct_i_o_is_said_once_and_serves(open_tier, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "lmcache.tier")
+    with mounted(tmp_path / "ram", "-t", "ramfs", "ramfs") as folder:
+        tier = open_tier(folder)
+        tier.store(key(1), parts(300_000), soon())
+        assert tier.load(key(1), parts(300_000), soon()) == 300_000
+        assert tier.alignment == 1
+        assert sorted(path.name for path in folder.iterdir()) == ["ab", "lmcache.lock"]
+    name = f"disk://{folder}"
+    assert caplog.messages == [
+        f"{name} has no direct I/O (Invalid argument): blobs go through the page cache",
+        f"{name} holds 0 blobs, 0 bytes of at most {2**30}",
+    ]
+
+
 # --------------------------------------------------------------------------------------------------- I/O errors, rights
 
 
-def test_a_read_error_is_said_and_hurts_no_other_blob(open_tier, tmp_path, direct):
+def test_a_read_error_is_said_and_costs_the_blob_that_cannot_be_read_and_no_other(open_tier, tmp_path, direct):
     with ext4_on_image(tmp_path / "image", tmp_path / "mounted", 16 << 20) as folder:
         tier = open_tier(folder, direct=direct)
         tier.store(key(1), parts(5 << 20), soon())
+        tier.store(key(2), parts(BLOCK), soon())
         drop_caches(folder)
         with (tmp_path / "image").open("r+b") as image:
             image.truncate(1 << 20)
         with pytest.raises(TierError, match=rf"^disk://{folder} cannot load {key(1)}: Input/output error$"):
             tier.load(key(1), parts(5 << 20), soon())
-        assert tier.contains([key(1)], soon()) == [True]
+        assert tier.contains([key(1), key(2)], soon()) == [False, True]
+        assert tier.load(key(1), parts(5 << 20), soon()) == 0
+        assert tier.usage().bytes == BLOCK
 
 
 def test_a_write_error_is_said_and_leaves_nothing(open_tier, tmp_path):
@@ -280,10 +299,26 @@ def test_a_damaged_file_is_found_deleted_and_no_longer_counted(stored, damage):
     assert load(blobs, 1) is Loaded.LOADED
 
 
-def test_a_file_cut_to_nothing_is_absent(stored):
+def test_an_empty_file_is_absent_and_no_longer_said_to_be_there(stored):
     blobs, paths = stored
     os.truncate(paths[1], 0)
     assert load(blobs, 1) is Loaded.ABSENT
+    assert blobs.contains([identity(1)], soon()) == [False]
+    assert not paths[1].exists()
+    assert blobs.tier.usage().blobs == 3
+
+
+@pytest.mark.parametrize("what", [os.mkfifo, lambda path: path.symlink_to("notes")], ids=["a pipe", "a link"])
+def test_a_pipe_or_a_link_in_place_of_a_blob_is_neither_waited_for_nor_followed(stored, what):
+    blobs, paths = stored
+    paths[1].rename(paths[1].with_name("notes"))
+    what(paths[1])
+    with contextlib.suppress(TierError):
+        assert load(blobs, 1) is Loaded.ABSENT
+    assert blobs.contains([identity(1)], soon()) == [False]
+    blobs.store(identity(1), [aligned(PAYLOAD)], soon())
+    assert load(blobs, 1) is Loaded.LOADED
+    assert paths[1].with_name("notes").read_bytes()[4096:] == PAYLOAD
 
 
 def test_files_that_changed_their_names_are_found_out(stored):
