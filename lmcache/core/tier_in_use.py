@@ -36,6 +36,10 @@ NAMESPACES = 1024
 T = TypeVar("T")
 
 
+class Withdrawn(Exception):
+    """A call was not made after all."""
+
+
 class TierInUse:
     """A tier behind L1. All methods are the server thread's; what they start ends in `collect`."""
 
@@ -72,7 +76,8 @@ class TierInUse:
 
     def holds(self, node: Node, slot: int) -> bool:
         """Whether it is known to have this shard of the chunk."""
-        return node.tiers is not None and bool(node.tiers[self.number] >> slot & 1)
+        known = node.tiers
+        return known is not None and self.number < len(known) and bool(known[self.number] >> slot & 1)
 
     # ---------------------------------------------------------------------------------------------------------- calling
 
@@ -161,7 +166,10 @@ class TierInUse:
             return False
 
         def ended(outcome: T | Exception) -> None:
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, Withdrawn):
+                self.counters.skipped += 1
+                then(None)
+            elif isinstance(outcome, Exception):
                 self._failed(outcome)
                 then(None)
             else:
@@ -184,6 +192,11 @@ class TierInUse:
         for call in self.threads.finished():
             some = True
             call.then(call.outcome)
+        if self.threads.stuck:
+            # what waits behind calls that hang holds cells, and somebody waits for it
+            for call in self.threads.withdraw():
+                some = True
+                call.then(Withdrawn())
         return some
 
     def _failed(self, error: Exception) -> None:

@@ -109,11 +109,16 @@ class Tiering:
     def _promote(self, asked: Asked) -> Promotion:
         number = self._cache.new_id()
         until = self._clock() + self._deadline_s
-        promotion = Promotion(*(number, asked, until, self._cache, self.tiers, self._fetches), self._saving.makes_room)
-        self._promotions[number] = promotion
-        under_way = sum(each.promised for each in self._promotions.values() if not each.over)
-        promotion.begin(max(0, int(self._cache.allocator.cells * PROMOTED_SHARE) - under_way))
+        promotion = self._promotions[number] = Promotion(
+            *(number, asked, until, self._cache, self.tiers, self._fetches, self._room), self._saving.makes_room
+        )
+        promotion.begin()
         return promotion
+
+    def _room(self) -> int:
+        """Cells that promotions may still go for."""
+        promised = sum(each.promised for each in self._promotions.values() if not each.over)
+        return int(self._cache.allocator.cells * PROMOTED_SHARE) - promised - self._fetches.left_over
 
     def drop(self, owner: int, number: int) -> None:
         """Nobody will ask for this lookup again. Others', and unknown ones, are left alone."""
