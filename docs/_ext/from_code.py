@@ -95,6 +95,17 @@ class Counters(_FromCode):
         return _table(("counter", "unit", "what it counts"), rows)
 
 
+class TierCounters(_FromCode):
+    """What only grows, for each tier."""
+
+    def lines(self) -> Iterator[str]:
+        """A table with a row for each counter."""
+        from lmcache.core.metrics import TierCounters as Numbers
+
+        rows = ((f"`{f.name}`", f.metadata["unit"], f.metadata["sentence"]) for f in attrs.fields(Numbers))
+        return _table(("counter", "unit", "what it counts"), rows)
+
+
 class Gauges(_FromCode):
     """What goes up and down."""
 
@@ -174,6 +185,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
         ("drawing", Drawing),
         ("options", Options),
         ("counters", Counters),
+        ("tier-counters", TierCounters),
         ("gauges", Gauges),
         ("docstring", Docstring),
         ("extra-config", ExtraConfig),

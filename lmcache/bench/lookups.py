@@ -54,7 +54,7 @@ def measure_lookups(prompts: int, chunks: int, lookups: int, step: Step) -> list
         ServerUnderTest(*memory, "--chunk-size", str(CHUNK_SIZE)) as server,
         links(server.address, geometry) as (scheduler, worker),
     ):
-        stored = [_store(worker, chunks) for _ in range(prompts)]
+        stored = [store_prompt(worker, chunks) for _ in range(prompts)]
         samples = Samples()
         with one_core():
             for number in range(lookups):
@@ -64,7 +64,8 @@ def measure_lookups(prompts: int, chunks: int, lookups: int, step: Step) -> list
     return _figures(samples, chunks, prompts)
 
 
-def _store(worker: Link, chunks: int) -> bytes:
+def store_prompt(worker: Link, chunks: int) -> bytes:
+    """Have a prompt of so many chunks, of the size of a cell, in L1; returns its hashes."""
     hashes = os.urandom(HASH_BYTES * chunks)
     until = time.monotonic() + 60
     while True:

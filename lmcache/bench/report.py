@@ -18,6 +18,9 @@ TITLES = {
     4: "request with a full external hit",
     5: "start",
     6: "eviction policies: what a call costs with many chunks cached, against a thousand",
+    7: "storage tiers: blobs between arena and tier, through a live server, against the same bytes moved plainly",
+    8: "codecs, one thread, on normally distributed bfloat16 values",
+    9: "lookups that L1 answers, beside a tier that never does",
 }
 
 

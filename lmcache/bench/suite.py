@@ -1,11 +1,18 @@
 """What `lmcache bench` measures, and how much of it."""
 
+from collections.abc import Sequence
+
+from lmcache.bench.codecs import measure_codec
 from lmcache.bench.copying import measure_copying
 from lmcache.bench.figures import Figure, Step
+from lmcache.bench.hanging_lookups import measure_lookups_beside_hanging
 from lmcache.bench.lookups import measure_lookups
 from lmcache.bench.policies import measure_policies
 from lmcache.bench.shapes import page_shapes
 from lmcache.bench.startup import measure_startup
+from lmcache.bench.tier_subject import tier_subject
+from lmcache.bench.tiers import measure_tier, most_bytes, prompt_bytes
+from lmcache.plugins.manager import PluginManager
 
 MIB = 1 << 20
 
@@ -28,3 +35,18 @@ def measure_engine(engine: str, quick: bool, step: Step) -> list[Figure]:
 
     measures = {"vllm": measure_vllm}
     return measures[engine](quick, step)
+
+
+def measure_tiers(urls: Sequence[str], plugins: Sequence[str], quick: bool, step: Step) -> list[Figure]:
+    """Rows 7 to 9. About a minute a tier on an NVMe drive. Raises ConfigError for a URL that cannot be opened."""
+    figures: list[Figure] = []
+    manager = PluginManager(plugins)
+    reference, llama, *_ = page_shapes()
+    for url in urls:
+        with tier_subject(url, manager, most_bytes(quick)) as subject:
+            for shape in (reference, llama):
+                figures += measure_tier(subject, plugins, shape, 1 if quick else 9, prompt_bytes(quick), step)
+            if subject.codec:
+                figures += measure_codec(subject.codec, 1 if quick else 9, step)
+    figures += measure_lookups_beside_hanging(20 if quick else 2000, step)
+    return figures

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import click
 
-from lmcache.cli.options import as_json
+from lmcache.cli.options import as_json, plugin_names
 from lmcache.errors import ConfigError
 
 
@@ -17,14 +17,29 @@ from lmcache.errors import ConfigError
     type=click.Choice(["vllm"]),
     help="Measure what the connector costs in a real engine instead; it must be installed. Takes some minutes.",
 )
+@click.option(
+    "--l2",
+    "tiers",
+    multiple=True,
+    metavar="URL",
+    help="Measure this storage tier instead, as a server would use it, and what it is beside plain reads and writes. "
+    "Repeatable. On a disk it works in a folder of its own inside the one that is named.",
+)
+@plugin_names
 @click.option("--quick", is_flag=True, help="Fewer and smaller samples: whether it works, not how fast it is.")
 @as_json
-def bench(engine: str | None, quick: bool, as_json: bool) -> None:
+def bench(
+    *, engine: str | None, tiers: tuple[str, ...], plugin_names: tuple[str, ...], quick: bool, as_json: bool
+) -> None:
     """Measure what the cache costs, as ratios in one run, with targets and the machine's own limits beside them.
 
     A missed target is a figure, not a failure: the exit code is 0 either way. Servers that are measured are started for
     it, on free ports, and stopped.
     """
+    if engine and tiers:
+        raise ConfigError("--engine and --l2 are two benches", remedy="run one after the other")
+    if plugin_names and not tiers:
+        raise ConfigError("--plugin is for tiers, and no --l2 names one", remedy="add --l2 URL, or leave --plugin out")
     try:
         from lmcache.bench import suite
     except ModuleNotFoundError as error:
@@ -39,7 +54,10 @@ def bench(engine: str | None, quick: bool, as_json: bool) -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     machine = this_machine()
     with _progress() as step:
-        figures = suite.measure_engine(engine, quick, step) if engine else suite.measure(quick, step)
+        if tiers:
+            figures = suite.measure_tiers(tiers, plugin_names, quick, step)
+        else:
+            figures = suite.measure_engine(engine, quick, step) if engine else suite.measure(quick, step)
     if as_json:
         import json
 

@@ -101,7 +101,7 @@ class _Namespaces:
                 groups[name]["facts"] = header.facts_in_clear()
             groups[name]["blobs"] += 1
             groups[name]["bytes"] += report.length
-        self.rows = sorted(groups.values(), key=lambda row: -row["bytes"])
+        self.rows = sorted(groups.values(), key=lambda row: (-row["bytes"], row["namespace"], row["codec"]))
 
     def others(self) -> dict[str, int]:
         """How many blobs are in no namespace."""

@@ -47,7 +47,7 @@ class Account:
     """Cells."""
     cells: int = 0
     """Written and being written."""
-    _lists: tuple["OrderedDict[Node, None]", ...] = attrs.field(
+    lists: tuple["OrderedDict[Node, None]", ...] = attrs.field(
         init=False, factory=lambda: tuple(OrderedDict() for _ in Priority)
     )
     """By priority as an index (NORMAL, HIGH, LOW): its chunks, the one used longest ago first."""
@@ -63,12 +63,12 @@ class Account:
 
     def chunks(self, priority: Priority) -> "OrderedDict[Node, None]":
         """Its chunks of one priority, the one used longest ago first."""
-        return self._lists[priority]
+        return self.lists[priority]
 
     @property
     def empty(self) -> bool:
         """Whether it has no chunk."""
-        return not any(self._lists)
+        return not any(self.lists)
 
 
 class Accounts:
@@ -77,6 +77,8 @@ class Accounts:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._others = Account("")
+        self._limited = bool(limits.quotas or limits.guarantees)
+        self.any_guarantee = bool(limits.guarantees)
         self._named = (limits.quotas.keys() | limits.guarantees.keys()) - {EVERYBODY_ELSE}
         self._accounts: dict[str, Account] = {}
         self._holders: tuple[dict[Account, None], ...] = tuple({} for _ in Priority)
@@ -89,6 +91,8 @@ class Accounts:
 
     def of(self, tenant: str) -> Account:
         """The account that a tenant's chunks are counted in."""
+        if not self._limited:
+            return self._others
         account = self._accounts.get(tenant)
         if account:
             return account
@@ -135,9 +139,9 @@ class Accounts:
         """These nodes were used, the last one last."""
         self._uses += 1
         used = self._uses
-        for node in nodes:
+        for node in nodes:  # hundreds, for every lookup
             node.used = used
-            node.account.chunks(node.priority).move_to_end(node)
+            node.account.lists[node.priority].move_to_end(node)
 
     def change_priority(self, node: Node, priority: Priority) -> None:
         """From now on the node has another priority. It counts as used now."""

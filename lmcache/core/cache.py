@@ -321,7 +321,10 @@ class Cache:
         # each once, even where a client names a chunk twice
         chain = list(dict.fromkeys(filter(None, reversed(reached))))
         self.residents.order.touch(chain)
-        self.residents.retain(chain, self._advised(namespace, tenant, None, hashes[: len(reached)], hints))
+        hints = self._advised(namespace, tenant, None, hashes[: len(reached)], hints)
+        self.residents.retain(chain, hints)
+        if hints.ends_session:  # it may have nothing new to store
+            self.residents.end_session(chain[0])
         return self._issue(number or self.new_id(), owner, namespace, hit, needed)
 
     def _within_pin_share(

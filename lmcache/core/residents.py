@@ -41,7 +41,7 @@ class Residents:
         self.order.resize(allocator.cells)
         self.orphaned: dict[Node, None] = {}
         """Holes: nodes without bytes that others hang below; what hangs there is evicted first."""
-        self.unsaved: Callable[[Node], bool] = lambda _: False
+        self.unsaved: Callable[[Node], bool] | None = None
         """Whether a chunk must not go before a tier has it."""
         self._deadlines = Deadlines()
         self._high_limit = int(allocator.cells * HIGH_SHARE)
@@ -55,13 +55,14 @@ class Residents:
     ) -> Node:
         """A new chunk, that holds nothing yet."""
         node = Node(namespace, chain_hash, parent, tenant, self.accounts.of(tenant))
-        node.priority = Priority.NORMAL if hints.priority is None else hints.priority
-        node.expires = self._until(hints)
-        self._demoted = self._demoted or node.priority is Priority.LOW
+        if hints is not NO_HINTS:
+            node.priority = Priority.NORMAL if hints.priority is None else hints.priority
+            node.expires = self._until(hints)
+            self._demoted = self._demoted or node.priority is Priority.LOW
+            self._deadlines.watch(node)
         node.link()
         namespace.nodes[chain_hash] = node
         self.order.insert(node)
-        self._deadlines.watch(node)
         return node
 
     def chain_to(self, namespace: Namespace, hashes: Sequence[ChainHash], tenant: str, hints: Hints) -> Node | None:
@@ -125,7 +126,8 @@ class Residents:
             del node.namespace.nodes[node.hash]
             self.orphaned.pop(node, None)
             self.order.remove(node)
-            self._deadlines.forget(node)
+            if self._deadlines:
+                self._deadlines.forget(node)
             node = parent
         if node and not node.cells:
             self.orphaned[node] = None

@@ -37,7 +37,7 @@ class VictimSearch:
         *,
         within: Account | None = None,
         high_limit: int = 0,
-        unsaved: Callable[[Node], bool] = lambda _: False,
+        unsaved: Callable[[Node], bool] | None = None,
     ) -> None:
         self._order = order
         self._accounts = accounts
@@ -46,6 +46,8 @@ class VictimSearch:
         self._within = within
         self._unsaved = unsaved
         self._sparing_high = accounts.high_cells <= high_limit
+        self._sparing = bool(unsaved or within or accounts.high_cells or accounts.any_guarantee)
+        """Whether anybody is spared at all: most servers have no limits, and look at a thousand chunks a search."""
         self._seen: set[Node] = set()
         self._taken: Counter[Account] = Counter()
         """Cells of the victims chosen so far."""
@@ -83,8 +85,10 @@ class VictimSearch:
         return chosen
 
     def _spared(self, node: Node) -> bool:
+        if not self._sparing:
+            return False
         account = node.account
-        if self._unsaved(node):
+        if self._unsaved is not None and self._unsaved(node):
             return True
         if self._within is not None and account is not self._within:
             return True

@@ -165,7 +165,8 @@ class RetentionModel(RuleBasedStateMachine):
 
     @rule(path=PATHS, seconds=st.sampled_from([3.0, 8.0]))
     def pin(self, path: Path, seconds: float) -> None:
-        present = [each for each in prefixes(path) if each in self.there()]
+        there = self.there()
+        present = list(itertools.takewhile(lambda each: each in there and self.until[each] > self.now, prefixes(path)))
         try:
             pin = self.cache.pin(self.space, hashes_of(path), seconds)
         except Refused:

@@ -202,9 +202,10 @@ class StorageTierSuite(abc.ABC):
         assert tier.load(make_key("a"), [memoryview(bytearray(100))], _soon()) == 0
 
     def test_contains_answers_for_each_key_in_order(self, tier: StorageTier) -> None:
-        for name in "bd":
+        for name in range(0, 20, 3):
             tier.store(make_key(name), [b"blob"], _soon())
-        assert tier.contains([make_key(name) for name in "abcdbb"], _soon()) == [False, True, False, True, True, True]
+        names = [*range(20), 3, 3, 4]
+        assert tier.contains([make_key(name) for name in names], _soon()) == [name % 3 == 0 for name in names]
         assert tier.contains([], _soon()) == []
 
     def test_what_is_deleted_is_gone_and_the_rest_stays(self, tier: StorageTier) -> None:
