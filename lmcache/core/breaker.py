@@ -40,7 +40,8 @@ class CircuitBreaker:
     def failed(self, now: float) -> None:
         """A call failed, or did not come back in time."""
         self.failures += 1
-        self._trying = False
-        if self.failures >= FAILURES:
+        tried, self._trying = self._trying, False
+        # calls that were under way when it was left alone say nothing new, however many fail
+        if tried or self.failures == FAILURES:
             self._pause = min(LONGEST_SECONDS, max(SHORTEST_SECONDS, 2 * self._pause))
             self._until = now + self._pause

@@ -408,7 +408,7 @@ class Cache:
         """End a `hold`; the chunk is forgotten if it has come to nothing."""
         node.pins -= 1
         node.held -= 1
-        if node.empty and node.namespace.nodes.get(node.hash) is node:
+        if not node.cells and not node.pins:
             self.residents.prune(node)
 
     def fetch(
@@ -416,9 +416,12 @@ class Cache:
     ) -> "Reservation | Node | None":
         """Cells for one shard of a prompt's chunk that comes from a tier: `TIERS` is their writer.
 
-        The chunk itself where the shard is there or is being written; None where there is no room for it.
+        The chunk itself where the shard is there or is being written; None where there is no room for it, or where it
+        would hang below chunks that have expired.
         """
         node = self.residents.chain_to(namespace, hashes[: chunk + 1], tenant, hints)
+        if node is None:
+            return None
         if _placed(node, slot) is not Placed.GRANTED:
             return node
         reservation = Reservation(self.new_id(), TIERS, [])

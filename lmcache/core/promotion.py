@@ -1,7 +1,7 @@
 """Up: one lookup that is longer with what the tiers have, from its first question to its final hit. Server's thread."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -35,11 +35,21 @@ class Fetches:
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[Node, int], list[Callable[[bool], None]]] = {}
+        self._begun_by: dict[tuple[Node, int], Promotion] = {}
         self._tiers: dict[Node, dict[int, TierInUse]] = {}
 
     def under_way(self, node: Node) -> Iterable[tuple[int, TierInUse]]:
         """Slots of the chunk that are being fetched, and from where."""
         return self._tiers.get(node, {}).items()
+
+    @property
+    def left_over(self) -> int:
+        """Cells of those whose lookup is over, and that have not come back."""
+        return sum(
+            node.namespace.object_cells[node.namespace.group_and_shard(slot)[0]]
+            for (node, slot), promotion in self._begun_by.items()
+            if promotion.over
+        )
 
     def join(self, node: Node, slot: int, then: Callable[[bool], None]) -> bool:
         """Hear of a fetch that somebody else has begun. False: nobody has."""
@@ -49,13 +59,17 @@ class Fetches:
         waiting.append(then)
         return True
 
-    def begin(self, node: Node, slot: int, tier: TierInUse, then: Callable[[bool], None]) -> None:
-        """A fetch begins; `then` is the first to hear of it."""
+    def begin(
+        self, node: Node, slot: int, tier: TierInUse, promotion: "Promotion", then: Callable[[bool], None]
+    ) -> None:
+        """A promotion begins a fetch; `then` is the first to hear of it."""
         self._waiting[node, slot] = [then]
+        self._begun_by[node, slot] = promotion
         self._tiers.setdefault(node, {})[slot] = tier
 
     def end(self, node: Node, slot: int, there: bool) -> None:
         """It has ended."""
+        del self._begun_by[node, slot]
         del self._tiers[node][slot]
         if not self._tiers[node]:
             del self._tiers[node]
@@ -78,9 +92,13 @@ class Promotion:
         cache: Cache,
         tiers: Sequence[TierInUse],
         fetches: Fetches,
+        room: Callable[[], int],
         room_comes: Callable[[], bool],
     ) -> None:
-        """`room_comes` says whether L1 is making room that is not there yet."""
+        """`room`: cells that it may go for, beyond those promised to others and to itself.
+
+        `room_comes` says whether L1 is making room that is not there yet.
+        """
         self.id = number
         self.asked = asked
         self.until = until
@@ -91,6 +109,7 @@ class Promotion:
         self._cache = cache
         self._tiers = tiers
         self._fetches = fetches
+        self._room = room
         self._room_comes = room_comes
         self._held: dict[Node, None] = {}
         self._missing: dict[int, int] = {}
@@ -102,16 +121,15 @@ class Promotion:
         self._out = 0
         """Answers of tiers that it waits for."""
         self.promised = 0
-        """Cells that the hit it goes for takes, what is in L1 already included."""
+        """Cells that it keeps from others: those of the hit it goes for, what is in L1 already included."""
 
     # -------------------------------------------------------------------------------------------------------- searching
 
-    def begin(self, room: int) -> None:
-        """Look in the first tier. `room`: cells that the hit may take."""
-        self._room = room
-        space, hashes = self.asked.namespace, self.asked.hashes
+    def begin(self) -> None:
+        """Look in the first tier."""
+        space = self.asked.namespace
         whole = (1 << space.slots) - 1
-        for chunk, node in enumerate(map(space.nodes.get, hashes)):
+        for chunk, node in enumerate(map(space.nodes.get, self._reachable())):
             lacking = whole if node is None else whole & ~_present(node)
             if lacking:
                 self._missing[chunk] = lacking
@@ -119,7 +137,23 @@ class Promotion:
                 self._hold(node)
                 for slot, tier in self._fetches.under_way(node):
                     self._found[chunk, slot] = tier
+        self.promised = sum(node.cells for node in self._held)
         self._search(0)
+
+    def _reachable(self) -> Sequence[ChainHash]:
+        """The chunks that a hit may come to that there is room for: none that has expired, or is named twice."""
+        space, hashes, now = self.asked.namespace, self.asked.hashes, self._cache.residents.now
+        seen: set[ChainHash] = set()
+        for chain_hash in hashes[: self._fitting()]:
+            node = space.nodes.get(chain_hash)
+            if chain_hash in seen or (node and node.expires <= now):
+                break
+            seen.add(chain_hash)
+        return hashes[: len(seen)]
+
+    def _fitting(self) -> int:
+        """How many chunks there is room for."""
+        return max(0, self._room()) // max(1, self.asked.namespace.chunk_cells)
 
     def _search(self, number: int) -> None:
         """Look in the tiers from `number` on for what none before has."""
@@ -152,8 +186,10 @@ class Promotion:
 
     def _decide(self) -> None:
         self._decided = True
+        self.promised = 0
         hit = self._possible()
         space = self.asked.namespace
+        self._let_go(keeping=set(map(space.nodes.get, self.asked.hashes[: _chunks(hit, space)])))
         self.promised = _chunks(hit, space) * space.chunk_cells
         now = longest_hit(space.geometry, space.chunk_size, self._in_l1(), self.asked.limit)
         if hit.tokens > now.tokens:
@@ -165,10 +201,9 @@ class Promotion:
         space = self.asked.namespace
         sealed = [
             sum(1 << group for group in space.cached_groups if self._whole(chunk, group))
-            for chunk in range(len(self.asked.hashes))
+            for chunk in range(len(self._reachable()))
         ]
-        fitting = max(0, self._room // max(1, space.chunk_cells))
-        return longest_hit(space.geometry, space.chunk_size, sealed[:fitting], self.asked.limit)
+        return longest_hit(space.geometry, space.chunk_size, sealed, self.asked.limit)
 
     def _whole(self, chunk: int, group: int) -> bool:
         """Whether every shard of the object is in L1 or in a tier that has been searched."""
@@ -201,13 +236,13 @@ class Promotion:
     def pump(self) -> None:
         """Fetch on; freeze the hit when nothing is on its way any more."""
         while self._plan and not self.over and self._out < AT_ONCE * self._found[self._plan[0]].settings.threads:
-            fetched = self._fetch(*self._plan[0])
+            next_one = self._plan.popleft()
+            fetched = self._fetch(*next_one)
             if fetched is None and self._room_comes():
+                self._plan.appendleft(next_one)
                 return  # `pump` is called again
             if not fetched:
                 self._plan.clear()  # without it, what follows is worth nothing, or less than what it costs
-                break
-            self._plan.popleft()
         if not self._out and not self._plan and self._decided and not self.over:
             self.freeze()
 
@@ -229,7 +264,7 @@ class Promotion:
         node = got.objects[0][0]
         self._hold(node)
         self._out += 1
-        self._fetches.begin(node, slot, tier, self._came)
+        self._fetches.begin(node, slot, tier, self, self._came)
         if not tier.fetch(node, slot, unpack_cells(got.objects[0][2]), lambda there: self._ended(got, slot, there)):
             self._ended(got, slot, there=False)
         return True
@@ -268,11 +303,12 @@ class Promotion:
             self._held[node] = None
             self._cache.hold(node)
 
-    def _let_go(self) -> None:
+    def _let_go(self, keeping: Container[Node | None] = ()) -> None:
         # from the tail: what was made for those below, and has come to nothing, goes with them
         for node in sorted(self._held, key=lambda node: -node.depth):
-            self._cache.let_go(node)
-        self._held.clear()
+            if node not in keeping:
+                del self._held[node]
+                self._cache.let_go(node)
 
 
 def _present(node: Node) -> int:

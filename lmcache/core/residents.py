@@ -65,17 +65,21 @@ class Residents:
         self.order.insert(node)
         return node
 
-    def chain_to(self, namespace: Namespace, hashes: Sequence[ChainHash], tenant: str, hints: Hints) -> Node:
-        """The node of the last of a prompt's chunks; it and those before it are made where they are not there.
+    def chain_to(self, namespace: Namespace, hashes: Sequence[ChainHash], tenant: str, hints: Hints) -> Node | None:
+        """The node of the last of a prompt's chunks, no two alike; it and those before it are made where they lack.
 
-        Whoever gives it nothing to hold has to `prune` it.
+        None where the last one that is there has expired. Whoever gives the node nothing to hold has to `prune` it.
         """
         known = next((n for n in range(len(hashes), 0, -1) if hashes[n - 1] in namespace.nodes), 0)
         node = namespace.nodes[hashes[known - 1]] if known else None
+        if node and node.expires <= self.now:
+            return None
         for chain_hash in hashes[known:]:
             above, node = node, self.insert(namespace, chain_hash, node, tenant, hints)
             if above and not above.cells:
                 self.orphaned[above] = None  # a hole, until it is filled
+        if node and known < len(hashes):
+            self.retain(node.chain(), hints)  # nothing expires before what hangs below it
         return namespace.nodes[hashes[-1]]
 
     def grant(self, node: Node, cells: int) -> tuple[int, ...] | None:
@@ -125,7 +129,7 @@ class Residents:
             if self._deadlines:
                 self._deadlines.forget(node)
             node = parent
-        if node and not node.cells and not node.writing and not node.pins:
+        if node and not node.cells:
             self.orphaned[node] = None
 
     # --------------------------------------------------------------------------------------------------------- evicting

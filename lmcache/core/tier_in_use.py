@@ -27,23 +27,41 @@ Arena = Callable[[Sequence[int], int], list[memoryview]]
 Missing = Mapping[int, int]
 """Chunk number in a prompt → slots, as bits."""
 
+ThreadsMaker = Callable[[str, int, float, Callable[[], None]], TierThreads]
+"""Makes a tier's threads, as `TierThreads` is made."""
+
+NAMESPACES = 1024
+"""Namespaces whose facts are remembered as blobs say them."""
+
 T = TypeVar("T")
+
+
+class Withdrawn(Exception):
+    """A call was not made after all."""
 
 
 class TierInUse:
     """A tier behind L1. All methods are the server thread's; what they start ends in `collect`."""
 
     def __init__(
-        self, number: int, blobs: BlobStore, settings: TierSettings, arena: Arena, wake: Callable[[], None]
+        self,
+        number: int,
+        blobs: BlobStore,
+        settings: TierSettings,
+        arena: Arena,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        make_threads: ThreadsMaker = TierThreads,
     ) -> None:
         self.number = number
         """Position among the tiers, and in `Node.tiers`."""
         self.blobs = blobs
         self.settings = settings
         self.counters = TierCounters()
-        self.threads = TierThreads(settings.location.scheme, settings.threads, settings.timeout_s, wake)
+        self.threads = make_threads(settings.location.scheme, settings.threads, settings.timeout_s, wake)
         self._breaker = CircuitBreaker()
         self._arena = arena
+        self._clock = clock
         self._spaces: dict[bytes, tuple[bytes, dict[str, str]]] = {}
         self._logged: set[str] = set()
 
@@ -54,11 +72,12 @@ class TierInUse:
 
     def usable(self) -> bool:
         """Whether it may be asked something now."""
-        return not self._breaker.open(time.monotonic()) and not self.threads.stuck
+        return not self._breaker.open(self._clock()) and not self.threads.stuck
 
     def holds(self, node: Node, slot: int) -> bool:
         """Whether it is known to have this shard of the chunk."""
-        return node.tiers is not None and bool(node.tiers[self.number] >> slot & 1)
+        known = node.tiers
+        return known is not None and self.number < len(known) and bool(known[self.number] >> slot & 1)
 
     # ---------------------------------------------------------------------------------------------------------- calling
 
@@ -142,12 +161,15 @@ class TierInUse:
         return self._call(work, stored, urgent=False)
 
     def _call(self, work: Callable[[float], T], then: Callable[[T | None], None], *, urgent: bool = True) -> bool:
-        if self.threads.stuck or not self._breaker.allows(time.monotonic()):
+        if self.threads.stuck or not self._breaker.allows(self._clock()):
             self.counters.skipped += 1
             return False
 
         def ended(outcome: T | Exception) -> None:
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, Withdrawn):
+                self.counters.skipped += 1
+                then(None)
+            elif isinstance(outcome, Exception):
                 self._failed(outcome)
                 then(None)
             else:
@@ -161,7 +183,7 @@ class TierInUse:
 
     def collect(self) -> bool:
         """Hand out what has come back; say which calls are overdue. True when something had come back."""
-        now = time.monotonic()
+        now = self._clock()
         for _ in range(self.threads.newly_overdue(now)):
             self.counters.timeouts += 1
             self._breaker.failed(now)
@@ -170,11 +192,16 @@ class TierInUse:
         for call in self.threads.finished():
             some = True
             call.then(call.outcome)
+        if self.threads.stuck:
+            # what waits behind calls that hang holds cells, and somebody waits for it
+            for call in self.threads.withdraw():
+                some = True
+                call.then(Withdrawn())
         return some
 
     def _failed(self, error: Exception) -> None:
         self.counters.errors += 1
-        self._breaker.failed(time.monotonic())
+        self._breaker.failed(self._clock())
         self._tell_once(type(error).__name__, str(error) or type(error).__name__)
 
     def _tell_once(self, kind: str, text: str) -> None:
@@ -214,6 +241,8 @@ class TierInUse:
 
     def _identity(self, space: Namespace, chain_hash: ChainHash, slot: int, tenant: str) -> BlobIdentity:
         if space.digest not in self._spaces:
+            if len(self._spaces) >= NAMESPACES:
+                self._spaces.clear()
             # where a page lies in an object depends on the size of cells, which is this server's, not the engine's
             facts = {**space.facts, "cell_bytes": str(space.cell_bytes)}
             self._spaces[space.digest] = namespace_digest(facts), facts

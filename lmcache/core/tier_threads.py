@@ -76,6 +76,14 @@ class TierThreads:
         while self._done:
             yield self._done.popleft()
 
+    def withdraw(self) -> list[Call]:
+        """Calls that wait, which will not be made any more."""
+        with self._state:
+            calls = [*self._urgent, *self._patient]
+            self._urgent.clear()
+            self._patient.clear()
+        return calls
+
     def newly_overdue(self, now: float) -> int:
         """How many more calls are overdue than when it was asked last."""
         found = 0

@@ -25,7 +25,8 @@ from lmcache.core.blob import BlobStore
 from lmcache.core.cache import Cache
 from lmcache.core.promotion import Asked, Fetches, Promotion
 from lmcache.core.saving import Saving
-from lmcache.core.tier_in_use import Arena, TierInUse
+from lmcache.core.tier_in_use import Arena, ThreadsMaker, TierInUse
+from lmcache.core.tier_threads import TierThreads
 from lmcache.core.tier_url import TierSettings
 from lmcache.geometry.hits import longest_hit
 
@@ -56,10 +57,15 @@ class Tiering:
         arena: Arena | None = None,
         wake: Callable[[], None] = lambda: None,
         deadline_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        make_threads: ThreadsMaker = TierThreads,
     ) -> None:
         """`wake` is called from threads of tiers, and should lead to a call of `advance`. Tiers need an `arena`."""
         self._cache = cache
-        self.tiers = [TierInUse(number, *tier, arena, wake) for number, tier in enumerate(tiers) if arena]
+        self.tiers = [
+            TierInUse(number, *tier, arena, wake, clock, make_threads) for number, tier in enumerate(tiers) if arena
+        ]
+        self._clock = clock
         self._deadline_s = deadline_s
         self._saving = Saving(cache, self.tiers)
         self._fetches = Fetches()
@@ -102,12 +108,17 @@ class Tiering:
 
     def _promote(self, asked: Asked) -> Promotion:
         number = self._cache.new_id()
-        until = time.monotonic() + self._deadline_s
-        promotion = Promotion(*(number, asked, until, self._cache, self.tiers, self._fetches), self._saving.makes_room)
-        self._promotions[number] = promotion
-        under_way = sum(each.promised for each in self._promotions.values() if not each.over)
-        promotion.begin(max(0, int(self._cache.allocator.cells * PROMOTED_SHARE) - under_way))
+        until = self._clock() + self._deadline_s
+        promotion = self._promotions[number] = Promotion(
+            *(number, asked, until, self._cache, self.tiers, self._fetches, self._room), self._saving.makes_room
+        )
+        promotion.begin()
         return promotion
+
+    def _room(self) -> int:
+        """Cells that promotions may still go for."""
+        promised = sum(each.promised for each in self._promotions.values() if not each.over)
+        return int(self._cache.allocator.cells * PROMOTED_SHARE) - promised - self._fetches.left_over
 
     def drop(self, owner: int, number: int) -> None:
         """Nobody will ask for this lookup again. Others', and unknown ones, are left alone."""
@@ -128,7 +139,7 @@ class Tiering:
         """Take in what the tiers have done, and start what can be started. Cheap when there is nothing."""
         for tier in self.tiers:
             tier.collect()
-        now = time.monotonic()
+        now = self._clock()
         for promotion in list(self._promotions.values()):
             if not promotion.over and now >= promotion.until:
                 promotion.freeze()
@@ -141,7 +152,7 @@ class Tiering:
         """Seconds after which `advance` should be called, though nothing wakes; infinite if never."""
         if not self.tiers:
             return math.inf
-        now = time.monotonic()
+        now = self._clock()
         ends = [promotion.until for promotion in self._promotions.values() if not promotion.over]
         ends += [now + tier.settings.timeout_s for tier in self.tiers if tier.threads.busy]
         # shards wait for a tier that is being left alone
