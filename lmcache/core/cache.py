@@ -408,7 +408,7 @@ class Cache:
         """End a `hold`; the chunk is forgotten if it has come to nothing."""
         node.pins -= 1
         node.held -= 1
-        if not node.cells and not node.pins:
+        if node.empty:
             self.residents.prune(node)
 
     def fetch(

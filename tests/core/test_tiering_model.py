@@ -34,20 +34,21 @@ def test_no_order_of_calls_makes_a_tier_serve_foreign_bytes_or_leak_a_cell() -> 
 
 
 THROUGH, ON_EVICT = StorePolicy.WRITE_THROUGH, StorePolicy.ON_EVICT
+ONLY_A_WINDOW = 4
 WHOLE = (0,) * DEPTH
 ANOTHER = (1,) * DEPTH
 
 
-def stage(*tiers: tuple[StorePolicy, int, bool], cells: int = 20) -> TieringModel:
+def stage(*tiers: tuple[StorePolicy, int, bool], cells: int = 20, geometry: int = 0) -> TieringModel:
     """The model's world, for a story told step by step. One group, of one cell a chunk."""
     model = TieringModel()
-    model.start(cells=cells, pin_share=1.0, spaces={0}, tiers=list(tiers))
+    model.start(cells=cells, pin_share=1.0, spaces={geometry}, tiers=list(tiers))
     return model
 
 
-def stored(*paths: tuple[int, ...], cells: int = 20, threads: int = 2) -> TieringModel:
+def stored(*paths: tuple[int, ...], cells: int = 20, threads: int = 2, geometry: int = 0) -> TieringModel:
     """A tier has these prompts, L1 nothing."""
-    model = stage((THROUGH, threads, False), cells=cells)
+    model = stage((THROUGH, threads, False), cells=cells, geometry=geometry)
     for path in paths:
         model.store_all(owner=0, space=0, path=path)
         model.all_calls_return("works")
@@ -113,8 +114,9 @@ def test_what_is_fetched_hangs_below_no_chunk_that_expires_before_it() -> None:
     model = stored((0, 0))
     model.store(owner=0, space=0, path=(0,), lazy=9, ttl=2.0)
     model.look_up_all(owner=0, space=0, path=(0, 0))
-    model.all_calls_return("works")
+    model.call_returns(tier=0, which=0, outcome="works", told=True)
     check(model)
+    model.all_calls_return("works")
     assert tokens(model) == [2 * CHUNK]
     model.later(3.0)
     check(model)
@@ -132,7 +134,7 @@ def test_nothing_is_fetched_beyond_a_chunk_that_has_expired_and_is_still_in_use(
 
 
 def test_a_chunk_that_a_client_names_twice_is_in_the_index_once() -> None:
-    model = stored((0, 0))
+    model = stored((0, 0), geometry=ONLY_A_WINDOW)
     hashes = hashes_of((0, 0))
     lookup = Lookup(1, model.namespaces[0], [*hashes, *hashes], model.now + DEADLINE)
     asked = Asked(1, lookup.namespace, lookup.hashes, 16, "", NO_HINTS)
@@ -161,6 +163,8 @@ def test_what_is_in_l1_is_held_for_searches_only_as_far_as_promotions_may_go() -
     model.look_up_all(owner=0, space=0, path=WHOLE)
     model.look_up_all(owner=1, space=0, path=ANOTHER)
     assert sum(node.cells for node in model.namespaces[0].nodes.values() if node.held) <= 4
+    model.all_calls_return("works")
+    assert tokens(model) == [16, 12]
 
 
 def test_fetches_that_nobody_waits_for_any_more_count_until_they_come_back() -> None:
