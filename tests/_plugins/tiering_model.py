@@ -367,6 +367,16 @@ class TieringModel(RuleBasedStateMachine):
     def look_up_all(self, owner: int, space: int, path: tuple[int, ...]) -> None:
         self.look_up(owner, space, path, 16, None)
 
+    @rule(owner=OWNERS, space=SPACES, path=PATHS)
+    def look_up_and_search(self, owner: int, space: int, path: tuple[int, ...]) -> None:
+        """What is being done is done, the search for this lookup as well: it fetches."""
+        self.look_up_all(owner, space, path)
+        for shelf, threads in zip(self.shelves, self.threads, strict=True):
+            shelf.next = "works"
+            for call in list(threads.running):
+                threads.give_back(call)
+            self.tick()
+
     def heard(self, answer: Answer, lookup: Lookup) -> None:
         if not answer.final:
             assert (answer.tokens, bool(answer.ticket)) == (0, True)
@@ -431,6 +441,18 @@ class TieringModel(RuleBasedStateMachine):
         if which < len(self.owners):  # else nobody, this time
             self.gone(self.owners[which])
             self.owners[which] = next(self.fresh_owner)
+
+    @rule(owner=OWNERS, space=SPACES, path=PATHS)
+    def only_tiers_have(self, owner: int, space: int, path: tuple[int, ...]) -> None:
+        """A prompt is stored, and everything that may go leaves L1 when tiers have it."""
+        self.store_all(owner, space, path)
+        self.all_calls_return("works")
+        self.forget()
+
+    def forget(self) -> None:
+        while leaves := [n for s in self.namespaces for n in s.nodes.values() if n.evictable and n.cells]:
+            for leaf in leaves:
+                self.cache.residents.evict(leaf)
 
     def gone(self, owner: int) -> None:
         self.tiering.owner_gone(owner)
@@ -515,7 +537,7 @@ class TieringModel(RuleBasedStateMachine):
         key = keys[which % len(keys)]
         blob = blobs.pop(key)
         flipped = bytearray(blob)
-        flipped[(7919 * other) % len(flipped)] ^= 1
+        flipped[7919 * other % len(flipped) if other % 2 else -1 - other % 32] ^= 1
         match how:
             case "flip":
                 blobs[key] = bytes(flipped)
@@ -525,6 +547,13 @@ class TieringModel(RuleBasedStateMachine):
                 blobs[key] = b"somebody else's"
             case "another's":
                 blobs[key] = blobs[keys[other % len(keys)]] if keys[other % len(keys)] != key else blob
+
+    @rule(how=st.sampled_from(["delete", "flip", "flip", "cut", "foreign"]))
+    def spoil_much(self, how: str) -> None:
+        """Every other blob."""
+        for tier, shelf in enumerate(self.shelves):
+            for which in range(0, len(shelf.blobs), 2):
+                self.spoil(tier, which, 2, how)
 
     # ------------------------------------------------------------------------------------------- what holds at any time
 

@@ -50,16 +50,8 @@ def stored(*paths: tuple[int, ...], cells: int = 20, threads: int = 2, geometry:
     """A tier has these prompts, L1 nothing."""
     model = stage((THROUGH, threads, False), cells=cells, geometry=geometry)
     for path in paths:
-        model.store_all(owner=0, space=0, path=path)
-        model.all_calls_return("works")
-        forget(model)
+        model.only_tiers_have(owner=0, space=0, path=path)
     return model
-
-
-def forget(model: TieringModel) -> None:
-    while leaves := [node for node in model.namespaces[0].nodes.values() if node.evictable]:
-        for leaf in leaves:
-            model.cache.residents.evict(leaf)
 
 
 def check(model: TieringModel) -> None:
