@@ -536,8 +536,8 @@ class TieringModel(RuleBasedStateMachine):
         keys = sorted(blobs)
         key = keys[which % len(keys)]
         blob = blobs.pop(key)
-        flipped = bytearray(blob)
-        flipped[7919 * other % len(flipped) if other % 2 else -1 - other % 32] ^= 1
+        flipped = bytearray(blob) or bytearray(1)
+        flipped[7919 * other % len(flipped) if other % 2 else -1] ^= 1
         match how:
             case "flip":
                 blobs[key] = bytes(flipped)
