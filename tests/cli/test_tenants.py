@@ -2,15 +2,18 @@
 
 import json
 import re
+import struct
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
+from core_stand import RawConnection
 from tenant_stand import CELL, CELLS, SMALL, ScriptedEngine, tokens
 
 from lmcache.core.control import Control, ServerAddress
 from lmcache.core.hints import Hints, Priority
-from lmcache.core.protocol import Placed
+from lmcache.core.protocol import Error, ErrorCode, Placed
 from lmcache.errors import Refused
 
 GB = 1 << 30
@@ -137,6 +140,39 @@ def test_a_name_that_no_terminal_should_show_is_refused_and_the_engine_goes_on(s
     report = status(engine)
     assert [each["tenant"] for each in report["tenants"]] == ["x" * 256]
     assert report["gauges"]["reservations"] == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- hints
+
+
+@pytest.mark.parametrize("ttl", [0.0, 5e-324, 30 * 86400.0, 1e18, 1e308])
+def test_a_ttl_of_any_length_is_taken_and_the_server_goes_on(start_engine, ttl: float) -> None:
+    engine = start_engine()
+    assert engine.store(tokens(1, 2), hints=Hints(ttl_s=ttl)) == [Placed.GRANTED] * 2
+    served = engine.hit(tokens(1, 2))
+    assert served == (0 if ttl < 1 else 2)
+    assert engine.store(tokens(2, 2)) == [Placed.GRANTED] * 2
+    assert engine.hit(tokens(2, 2)) == 2
+
+
+@pytest.mark.parametrize(
+    "hints", [[-1.0, 0, False], [float("nan")], [float("inf")], ["1h"], [1.0, 7], [1.0, True], [1.0, 0, 1], {}, None, 5]
+)
+def test_hints_that_make_no_sense_end_that_connection_and_nobody_elses(start_engine, hints: object) -> None:
+    engine = start_engine()
+    with Control(ServerAddress("127.0.0.1", engine.port)) as control:
+        liar = RawConnection(control.hello().socket)
+    liar.register()
+    body = msgspec.msgpack.encode(["Lookup", 7, "t", bytes(16), 5, hints])
+    liar.socket.sendall(struct.pack("<I", len(body)) + body)
+    reply = liar.receive()
+    assert isinstance(reply, Error)
+    assert reply.code == ErrorCode.MALFORMED
+    assert liar.ended()
+    liar.close()
+    assert engine.store(tokens(1, 2)) == [Placed.GRANTED] * 2
+    counters = status(engine)["counters"]
+    assert (counters["messages_malformed"], counters["internal_errors"]) == (1, 0)
 
 
 # --------------------------------------------------------------------------------------------- admission and retention
