@@ -201,7 +201,9 @@ class Service:
         """Answer with the longest hit, pinned."""
         namespace = self._registered(connection)
         hashes, limit = self._hashes(request.hashes), max(0, request.limit)
-        asked = Asked(connection.owner, namespace, hashes, limit, _tenant(request), request.hints)
+        asked = Asked(
+            *(connection.owner, namespace, hashes, limit, _tenant(request)), request.hints, request.prefill_speed
+        )
         reply = _found(request.id, self.tiering.lookup(asked))
         self._record(namespace, request, reply)
         return reply
