@@ -227,6 +227,20 @@ VOICES = """
             return Hints(priority=Priority.LOW) if offer.tenant == "batch" else Hints()
 
 
+    class Numbers(RetentionPolicy):
+        name = "numbers"
+
+        def advise(self, offer):
+            return Hints(priority=1)
+
+
+    class Words(RetentionPolicy):
+        name = "words"
+
+        def advise(self, offer):
+            return Hints(ttl_s="an hour") if offer.tenant else Hints(priority="high")
+
+
     class Mute(RetentionPolicy):
         name = "mute"
 
@@ -241,7 +255,7 @@ VOICES = """
 
     @hookimpl
     def lmcache_register_retention_policies():
-        return [Quick, Mute]
+        return [Quick, Mute, Numbers, Words]
 """
 
 
@@ -279,6 +293,20 @@ def test_a_retention_policy_and_the_request_speak_together_and_the_strictest_cou
 
     assert (engine.hit(tokens(1, 10)), engine.hit(tokens(2, 10))) == (5, 10)
     assert status(engine)["counters"]["policy_errors"] > 0
+
+
+def test_hints_of_a_plugin_that_are_none_are_counted_and_change_nothing(start_server, voices: tuple[str, str]) -> None:
+    server = start_server(*SMALL, *voices, "--retention", "numbers", "--retention", "words")
+    engine = ScriptedEngine(server.port)
+    for tenant in ("", "somebody"):
+        assert engine.store(tokens(1, 4), tenant) in ([Placed.GRANTED] * 4, [Placed.PRESENT] * 4)
+    assert engine.hit(tokens(1, 4)) == 4
+    counters = status(engine)["counters"]
+    assert (counters["policy_errors"], counters["internal_errors"]) == (6, 0)
+    engine.close()
+    code, _, log = server.end()
+    assert code == 0
+    assert log.count("the retention policy numbers (") == log.count("the retention policy words (") == 1
 
 
 @pytest.mark.parametrize(
