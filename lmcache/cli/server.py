@@ -126,6 +126,15 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="Longest time that a lookup waits for tiers; then what has come by then is the hit.",
 )
+@click.option(
+    "--l2-min-speedup",
+    type=click.FloatRange(0, 1000),
+    default=1.0,
+    show_default=True,
+    metavar="FACTOR",
+    help="How many times as fast as computing it reading a hit from tiers has to be, by the measured speeds of both; "
+    "what is slower is computed. 0 reads everything.",
+)
 @plugin_names
 @click.option(
     "--socket-dir",
@@ -167,6 +176,7 @@ def server(
     max_workers: int,
     tiers: tuple[str, ...],
     l2_deadline_s: float,
+    l2_min_speedup: float,
     plugin_names: tuple[str, ...],
     socket_dir: str | None,
     record: str | None,
@@ -188,6 +198,7 @@ def server(
         quotas=tenant_sizes("--quota", quotas, l1_bytes),
         guarantees=tenant_sizes("--guarantee", guarantees, l1_bytes),
         l2_deadline_s=l2_deadline_s,
+        l2_min_speedup=l2_min_speedup,
     )
     _start_logging(log_level)
     chosen = Chosen(plugin_names, eviction_policy, admission, retention, tiers)

@@ -57,6 +57,8 @@ class ServerConfig:
     """Bytes of L1 that a tenant's chunks may take; `*` is each tenant that is not named."""
     l2_deadline_s: float = 10.0
     """Seconds after which a lookup that tiers are being looked at for is answered with what has come."""
+    l2_min_speedup: float = 1.0
+    """Times as fast as computing that reading from tiers has to be, by measure of both; 0 reads everything."""
     guarantees: Mapping[str, int] = attrs.field(factory=dict)
     """Bytes of L1 that others cannot take from a tenant, once its chunks fill them."""
 

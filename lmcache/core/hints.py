@@ -31,6 +31,8 @@ class Hints(msgspec.Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not (math.isfinite(self.ttl_s) and self.ttl_s >= 0):
             raise ValueError(f"a TTL of {self.ttl_s} s")
+        if self.priority is not None and not isinstance(self.priority, Priority):
+            raise ValueError(f"{self.priority!r} is no Priority")  # a plugin's: messages are read by type
 
 
 NO_HINTS = Hints()

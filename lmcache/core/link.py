@@ -172,9 +172,15 @@ class Link:
         """Give the reservation back. Worker."""
         self._call(Abort(next(self._ids), reservation), Done)
 
-    def lookup(self, tenant: str, hashes: bytes, limit: int, hints: Hints = NO_HINTS) -> PendingHit:
-        """Ask for the longest hit of at most `limit` tokens; sends and does not wait. Scheduler."""
-        pending = self._send(Lookup(next(self._ids), tenant, hashes, limit, hints), Found)
+    def lookup(
+        self, tenant: str, hashes: bytes, limit: int, hints: Hints = NO_HINTS, prefill_speed: float = 0.0
+    ) -> PendingHit:
+        """Ask for the longest hit of at most `limit` tokens; sends and does not wait. Scheduler.
+
+        `prefill_speed`, in tokens a second, lets the server leave in a tier what is computed sooner than read.
+        """
+        request = Lookup(next(self._ids), tenant, hashes, limit, hints, prefill_speed)
+        pending = self._send(request, Found)
         return PendingHit(pending, lambda ticket: self._send(AskAgain(next(self._ids), ticket), Found))
 
     def open(self, ticket: int) -> Opened:

@@ -23,6 +23,9 @@ class Counters:
     cells_evicted: int = _counter("cells", "cells that evictions freed")
     chunks_expired: int = _counter("chunks", "chunks dropped because their TTL was over; evictions count them, too")
     chunks_refused: int = _counter("chunks", "chunks offered that an admission policy did not want stored")
+    promotions_declined: int = _counter(
+        "lookups", "hits that were left shorter because reading from a tier takes longer than computing"
+    )
     requests_refused: int = _counter("requests", "requests answered with an error")
     messages_malformed: int = _counter("messages", "messages that could not be read, on either transport")
     clients_refused: int = _counter("clients", "Unix connections turned away")

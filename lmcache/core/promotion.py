@@ -1,6 +1,6 @@
 """Up: one lookup that is longer with what the tiers have, from its first question to its final hit. Server's thread."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import attrs
@@ -28,6 +28,8 @@ class Asked:
     """Tokens that the hit may cover at most."""
     tenant: str
     hints: Hints
+    prefill_speed: float = 0.0
+    """Tokens a second that the engine computes; 0 if it does not say."""
 
 
 class Fetches:
@@ -94,10 +96,12 @@ class Promotion:
         fetches: Fetches,
         room: Callable[[], int],
         room_comes: Callable[[], bool],
+        min_speedup: float = 0.0,
     ) -> None:
         """`room`: cells that it may go for, beyond those promised to others and to itself.
 
-        `room_comes` says whether L1 is making room that is not there yet.
+        `room_comes` says whether L1 makes room that is not there yet. What reading does not make `min_speedup` times
+        as fast as computing is left to the engine; 0 reads everything.
         """
         self.id = number
         self.asked = asked
@@ -111,6 +115,7 @@ class Promotion:
         self._fetches = fetches
         self._room = room
         self._room_comes = room_comes
+        self._min_speedup = min_speedup
         self._held: dict[Node, None] = {}
         self._missing: dict[int, int] = {}
         self._found: dict[tuple[int, int], TierInUse] = {}
@@ -192,9 +197,23 @@ class Promotion:
         self._let_go(keeping=set(map(space.nodes.get, self.asked.hashes[: _chunks(hit, space)])))
         self.promised = _chunks(hit, space) * space.chunk_cells
         now = longest_hit(space.geometry, space.chunk_size, self._in_l1(), self.asked.limit)
-        if hit.tokens > now.tokens:
-            self._plan.extend(self._needed(hit))
+        needed = list(self._needed(hit)) if hit.tokens > now.tokens else []
+        if self._worth_reading(needed, hit.tokens - now.tokens):
+            self._plan.extend(needed)
+        else:
+            self._cache.counters.promotions_declined += 1
         self.pump()
+
+    def _worth_reading(self, needed: Sequence[tuple[int, int]], tokens: int) -> bool:
+        """Whether reading these shards saves the engine `tokens` tokens in time, as far as both speeds are known."""
+        space, speed = self.asked.namespace, self.asked.prefill_speed
+        if not needed or not speed or not self._min_speedup:
+            return True
+        sizes: Counter[TierInUse] = Counter()
+        for chunk, slot in needed:
+            sizes[self._found[chunk, slot]] += space.object_bytes[space.group_and_shard(slot)[0]]
+        seconds = sum(tier.seconds_to_read(size) for tier, size in sizes.items())
+        return tokens / speed >= self._min_speedup * seconds
 
     def _possible(self) -> Hit:
         """The longest hit with what has been found, that there is room for."""

@@ -234,6 +234,8 @@ class Lookup(Message, frozen=True, array_like=True, tag=True):
     limit: int
     """Tokens that the hit may cover at most (the prompt's length less one)."""
     hints: Hints = NO_HINTS
+    prefill_speed: float = 0.0
+    """Tokens a second that this engine computes of prompts, as far as it knows; 0 if it does not."""
 
 
 class Found(Message, frozen=True, array_like=True, tag=True):

@@ -139,7 +139,9 @@ class Server:
             recorder=recorder,
             speakers=speakers,
             make_tiering=lambda cache: Tiering(
-                *(cache, tiers, functools.partial(mapping.pieces, config.cell_bytes), self.wake, config.l2_deadline_s)
+                *(cache, tiers, functools.partial(mapping.pieces, config.cell_bytes), self.wake),
+                deadline_s=config.l2_deadline_s,
+                min_speedup=config.l2_min_speedup,
             ),
         )
         # before the mapping is closed: until then their calls may read and write there

@@ -61,6 +61,10 @@ MAX_TENANT = 256
 """Characters of a tenant's name, which is kept with every chunk."""
 
 LONGEST_PIN = 366 * 24 * 3600
+"""Seconds."""
+
+LONGEST_PAUSE = 3600.0
+"""Seconds. A TTL may be as long as anybody likes; what waits for events takes no more than 24 days."""
 
 AHEAD_BYTES = 256 << 20
 """Free memory kept behind the arena before anybody asks for it, so that stores rarely wait for the kernel."""
@@ -197,7 +201,9 @@ class Service:
         """Answer with the longest hit, pinned."""
         namespace = self._registered(connection)
         hashes, limit = self._hashes(request.hashes), max(0, request.limit)
-        asked = Asked(connection.owner, namespace, hashes, limit, _tenant(request), request.hints)
+        asked = Asked(
+            *(connection.owner, namespace, hashes, limit, _tenant(request)), request.hints, request.prefill_speed
+        )
         reply = _found(request.id, self.tiering.lookup(asked))
         self._record(namespace, request, reply)
         return reply
@@ -267,9 +273,9 @@ class Service:
 
     @property
     def pause(self) -> float | None:
-        """Seconds until something ends or expires; None: nothing will."""
+        """Seconds until something ends or expires, or until it is worth asking again; None: nothing will."""
         pause = min(self.cache.next_event - time.monotonic(), self.tiering.pause)
-        return None if pause == math.inf else max(0.0, pause)
+        return None if pause == math.inf else min(max(0.0, pause), LONGEST_PAUSE)
 
     # --------------------------------------------------------------------------------------------------------- memory
 

@@ -21,6 +21,12 @@ log = logging.getLogger("lmcache.server")
 FIRST_LOOK = 16
 """Chunks that a search asks for after the first one and before all others: most prompts that miss do so early."""
 
+FEWEST_READS = 16
+"""Before so many, nobody can tell how fast it is."""
+
+TRY_ANYWAY = 16
+"""One hit in so many is read though it seems slower than computing."""
+
 Arena = Callable[[Sequence[int], int], list[memoryview]]
 """The bytes of these cells, as few pieces as may be, cut to a length."""
 
@@ -64,6 +70,9 @@ class TierInUse:
         self._clock = clock
         self._spaces: dict[bytes, tuple[bytes, dict[str, str]]] = {}
         self._logged: set[str] = set()
+        self._read_speed = 0.0
+        """Bytes a second of one thread, over the last reads."""
+        self._estimates = 0
 
     @property
     def name(self) -> str:
@@ -73,6 +82,16 @@ class TierInUse:
     def usable(self) -> bool:
         """Whether it may be asked something now."""
         return not self._breaker.open(self._clock()) and not self.threads.stuck
+
+    def seconds_to_read(self, length: int) -> float:
+        """How long reading so many bytes takes, going by the last reads; 0 while that is not known.
+
+        Now and then it says 0 though it is known: a tier that nobody reads would be as slow for ever as it once was.
+        """
+        if self.counters.loaded < FEWEST_READS:
+            return 0.0
+        self._estimates += 1
+        return 0.0 if self._estimates % TRY_ANYWAY == 0 else length / (self._read_speed * self.settings.threads)
 
     def holds(self, node: Node, slot: int) -> bool:
         """Whether it is known to have this shard of the chunk."""
@@ -216,6 +235,8 @@ class TierInUse:
                 counters.loaded += 1
                 counters.bytes_read += length
                 counters.read_seconds += seconds
+                speed = length / max(seconds, 1e-6)
+                self._read_speed += (speed - self._read_speed) * (0.1 if self._read_speed else 1.0)
             case Loaded.ABSENT:
                 counters.absent += 1
             case Loaded.DAMAGED:

@@ -57,6 +57,7 @@ class Tiering:
         arena: Arena | None = None,
         wake: Callable[[], None] = lambda: None,
         deadline_s: float = 10.0,
+        min_speedup: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         make_threads: ThreadsMaker = TierThreads,
     ) -> None:
@@ -67,6 +68,7 @@ class Tiering:
         ]
         self._clock = clock
         self._deadline_s = deadline_s
+        self._min_speedup = min_speedup
         self._saving = Saving(cache, self.tiers)
         self._fetches = Fetches()
         self._promotions: dict[int, Promotion] = {}
@@ -110,7 +112,8 @@ class Tiering:
         number = self._cache.new_id()
         until = self._clock() + self._deadline_s
         promotion = self._promotions[number] = Promotion(
-            *(number, asked, until, self._cache, self.tiers, self._fetches, self._room), self._saving.makes_room
+            *(number, asked, until, self._cache, self.tiers, self._fetches, self._room, self._saving.makes_room),
+            min_speedup=self._min_speedup,
         )
         promotion.begin()
         return promotion

@@ -19,7 +19,10 @@ NEVER = 1 << 62
 
 
 class Opt(EvictionPolicy):
-    """Belady's choice, for one replay of one trace. `advance` goes before every event."""
+    """Belady's choice, for one replay of one trace. `advance` goes before every event.
+
+    A bound for all policies only where chunks have one size: it does not weigh one large chunk against several small.
+    """
 
     name = "opt"
 

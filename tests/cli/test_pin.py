@@ -15,6 +15,7 @@ from tenant_stand import CELLS, CHUNK, SMALL, ScriptedEngine, tokens
 
 from lmcache.cli.pin import pin
 from lmcache.core.hints import Hints
+from lmcache.core.protocol import Placed
 
 Done = subprocess.CompletedProcess[str]
 
@@ -104,6 +105,14 @@ def test_a_pin_outlasts_the_ttl_that_the_request_gave(shop: Shop) -> None:
     # not by a lookup: one that says nothing of a TTL would keep what it hits
     wait_until(lambda: json.loads(shop.ask("status", "--json").stdout)["counters"]["chunks_expired"] == 5)
     assert (shop.engine.hit(kept), shop.engine.hit(other)) == (5, 0)
+
+
+def test_a_pin_may_last_for_months(shop: Shop) -> None:
+    shop.engine.store(tokens(1, 2))
+    assert shop.pin(tokens(1, 2), ttl="365d").stdout.endswith(" are kept for 365 d\n")
+    # whoever waits for its end does not stumble over the time
+    assert shop.engine.store(tokens(2, 2)) == [Placed.GRANTED] * 2
+    assert shop.ask("pin", "--list").returncode == 0
 
 
 def test_what_is_stored_so_far_is_pinned_and_no_more(shop: Shop) -> None:

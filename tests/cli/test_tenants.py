@@ -2,15 +2,18 @@
 
 import json
 import re
+import struct
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
+from core_stand import RawConnection
 from tenant_stand import CELL, CELLS, SMALL, ScriptedEngine, tokens
 
 from lmcache.core.control import Control, ServerAddress
 from lmcache.core.hints import Hints, Priority
-from lmcache.core.protocol import Placed
+from lmcache.core.protocol import Error, ErrorCode, Placed
 from lmcache.errors import Refused
 
 GB = 1 << 30
@@ -139,6 +142,39 @@ def test_a_name_that_no_terminal_should_show_is_refused_and_the_engine_goes_on(s
     assert report["gauges"]["reservations"] == 0
 
 
+# --------------------------------------------------------------------------------------------------------------- hints
+
+
+@pytest.mark.parametrize("ttl", [0.0, 5e-324, 30 * 86400.0, 1e18, 1e308])
+def test_a_ttl_of_any_length_is_taken_and_the_server_goes_on(start_engine, ttl: float) -> None:
+    engine = start_engine()
+    assert engine.store(tokens(1, 2), hints=Hints(ttl_s=ttl)) == [Placed.GRANTED] * 2
+    served = engine.hit(tokens(1, 2))
+    assert served == (0 if ttl < 1 else 2)
+    assert engine.store(tokens(2, 2)) == [Placed.GRANTED] * 2
+    assert engine.hit(tokens(2, 2)) == 2
+
+
+@pytest.mark.parametrize(
+    "hints", [[-1.0, 0, False], [float("nan")], [float("inf")], ["1h"], [1.0, 7], [1.0, True], [1.0, 0, 1], {}, None, 5]
+)
+def test_hints_that_make_no_sense_end_that_connection_and_nobody_elses(start_engine, hints: object) -> None:
+    engine = start_engine()
+    with Control(ServerAddress("127.0.0.1", engine.port)) as control:
+        liar = RawConnection(control.hello().socket)
+    liar.register()
+    body = msgspec.msgpack.encode(["Lookup", 7, "t", bytes(16), 5, hints])
+    liar.socket.sendall(struct.pack("<I", len(body)) + body)
+    reply = liar.receive()
+    assert isinstance(reply, Error)
+    assert reply.code == ErrorCode.MALFORMED
+    assert liar.ended()
+    liar.close()
+    assert engine.store(tokens(1, 2)) == [Placed.GRANTED] * 2
+    counters = status(engine)["counters"]
+    assert (counters["messages_malformed"], counters["internal_errors"]) == (1, 0)
+
+
 # --------------------------------------------------------------------------------------------- admission and retention
 
 
@@ -191,6 +227,20 @@ VOICES = """
             return Hints(priority=Priority.LOW) if offer.tenant == "batch" else Hints()
 
 
+    class Numbers(RetentionPolicy):
+        name = "numbers"
+
+        def advise(self, offer):
+            return Hints(priority=1)
+
+
+    class Words(RetentionPolicy):
+        name = "words"
+
+        def advise(self, offer):
+            return Hints(ttl_s="an hour") if offer.tenant else Hints(priority="high")
+
+
     class Mute(RetentionPolicy):
         name = "mute"
 
@@ -205,7 +255,7 @@ VOICES = """
 
     @hookimpl
     def lmcache_register_retention_policies():
-        return [Quick, Mute]
+        return [Quick, Mute, Numbers, Words]
 """
 
 
@@ -243,6 +293,20 @@ def test_a_retention_policy_and_the_request_speak_together_and_the_strictest_cou
 
     assert (engine.hit(tokens(1, 10)), engine.hit(tokens(2, 10))) == (5, 10)
     assert status(engine)["counters"]["policy_errors"] > 0
+
+
+def test_hints_of_a_plugin_that_are_none_are_counted_and_change_nothing(start_server, voices: tuple[str, str]) -> None:
+    server = start_server(*SMALL, *voices, "--retention", "numbers", "--retention", "words")
+    engine = ScriptedEngine(server.port)
+    for tenant in ("", "somebody"):
+        assert engine.store(tokens(1, 4), tenant) in ([Placed.GRANTED] * 4, [Placed.PRESENT] * 4)
+    assert engine.hit(tokens(1, 4)) == 4
+    counters = status(engine)["counters"]
+    assert (counters["policy_errors"], counters["internal_errors"]) == (6, 0)
+    engine.close()
+    code, _, log = server.end()
+    assert code == 0
+    assert log.count("the retention policy numbers (") == log.count("the retention policy words (") == 1
 
 
 @pytest.mark.parametrize(

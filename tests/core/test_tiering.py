@@ -327,3 +327,24 @@ def test_what_waits_to_be_written_when_the_server_is_told_to_stop_is_written(sit
     site.restart()
 
     assert site.engine.hit(prompt(1, 50)) == 50
+
+
+def test_what_is_computed_sooner_than_read_is_left_in_the_tier(site: Site) -> None:
+    warm, hashes = prompt(1, 20), prompt(2, 20)
+    for each in (warm, hashes):
+        site.engine.store(each)
+    site.settle()
+    site.restart()
+    link = site.engine.link()
+
+    def tokens(prefill_speed: float) -> int:
+        found = link.lookup("", joined(hashes), 20 * CHUNK, prefill_speed=prefill_speed).wait()
+        if found.ticket:
+            link.drop(found.ticket)
+        return found.tokens
+
+    # nobody has read from the tier yet: how fast it is has to be found out
+    assert site.engine.hit(warm) == 20
+    assert tokens(1e15) == 0
+    assert site.server.status()["counters"]["promotions_declined"] == 1
+    assert tokens(1e-3) == 20 * CHUNK

@@ -13,6 +13,7 @@ failed is never looked up again, for vLLM asks again at once and would load the 
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -20,6 +21,7 @@ from lmcache.engines.vllm.content import EngineRequest, NeverCached, content_of
 from lmcache.engines.vllm.lora import LoraBook
 from lmcache.engines.vllm.offering import Offering, Snapshot
 from lmcache.engines.vllm.orders import LoadOrder, StepOrders, StoreOrder
+from lmcache.engines.vllm.speed import PrefillSpeed
 from lmcache.engines.vllm.tracked import (
     Askable,
     Asked,
@@ -65,6 +67,7 @@ class SchedulerSide:
         self._generation = ""
         self._loras = LoraBook()
         self._told: set[str] = set()
+        self._speed = PrefillSpeed()
 
     # --------------------------------------------------------------------------------------------------- looking up
 
@@ -130,7 +133,8 @@ class SchedulerSide:
                 tracked.state = Settled()
                 return
             content = tracked.content
-            pending = link.lookup(content.tenant, hashes, tracked.request.num_tokens - 1, content.hints)
+            limit = tracked.request.num_tokens - 1
+            pending = link.lookup(content.tenant, hashes, limit, content.hints, self._speed.tokens_per_s)
             tracked.state = Asked(link, pending)
         except ServerUnavailable:
             tracked.state = Askable()  # asked again when its turn comes, should a server be there by then
@@ -189,6 +193,7 @@ class SchedulerSide:
 
         `snapshots` are the recurrent states that the step leaves behind, for each request.
         """
+        self._speed.step(sum(scheduled.values()), time.monotonic())
         self._sweep()
         loads, self._orders = tuple(self._orders), []
         if not self._stores:

@@ -26,7 +26,9 @@ class SchedulerLink(Protocol):
     namespace: bytes
     chunk_size: int
 
-    def lookup(self, tenant: str, hashes: bytes, limit: int, hints: Hints = NO_HINTS) -> PendingLookup: ...
+    def lookup(
+        self, tenant: str, hashes: bytes, limit: int, hints: Hints = NO_HINTS, prefill_speed: float = 0.0
+    ) -> PendingLookup: ...
     def drop(self, ticket: int) -> None: ...
 
 

@@ -7,7 +7,7 @@ share is said by the cache salt.
 """
 
 import difflib
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +59,7 @@ def _tenant(value: object) -> str:
 def _ttl(value: object) -> float | None:
     if value is None:
         return None
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max:
         return float(value)
     raise _wrong("ttl_s", value, "a number of seconds, like 3600")
 

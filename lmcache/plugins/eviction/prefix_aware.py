@@ -11,7 +11,7 @@ from lmcache.core.policy import ChunkNode, EvictionPolicy
 from lmcache.plugins.eviction.arrivals import Arrivals
 from lmcache.plugins.eviction.ghosts import Ghosts
 from lmcache.plugins.eviction.queue import NodeQueue
-from lmcache.plugins.eviction.returns import Life, Returns, bin_of
+from lmcache.plugins.eviction.returns import BINS, Life, Returns, bin_of
 
 USES = (1, 2, 3, 4, 8, 16)
 """Chunks used as often, from one of these to the next, are of one kind: popularity counts by its order of magnitude."""
@@ -70,8 +70,8 @@ class PrefixAware(EvictionPolicy):
 
     def __init__(self) -> None:
         self._returns = Returns(KINDS)
-        self._leaves: dict[tuple[int, int, int], NodeQueue] = {}
-        """By kind, priority and bin of age, as far as there ever were any."""
+        self._leaves: list[dict[tuple[int, int], NodeQueue]] = [{} for _ in range(BINS)]
+        """By bin of age; then by kind and priority, as far as there ever were any."""
         self._trunks = NodeQueue()
         self._ghosts = Ghosts()
         self._arrivals = Arrivals()
@@ -132,7 +132,7 @@ class PrefixAware(EvictionPolicy):
         """Leaves by worth, the least first; a trunk as soon as all that follows it was named."""
         self._age()
         line: list[tuple[float, int, int, ChunkNode, Iterator[ChunkNode]]] = []
-        for queue in self._leaves.values():
+        for queue in (queue for queues in self._leaves for queue in queues.values()):
             rest = iter(queue)
             for node in rest:
                 line.append((*self._worth(node), len(line), node, rest))
@@ -164,9 +164,10 @@ class PrefixAware(EvictionPolicy):
             self._queue(place, 0).move_to_warm_end((node,))
 
     def _queue(self, place: Place, number: int) -> NodeQueue:
-        queue = self._leaves.get((place.kind, place.priority, number))
+        queues = self._leaves[number]
+        queue = queues.get((place.kind, place.priority))
         if queue is None:
-            queue = self._leaves[place.kind, place.priority, number] = NodeQueue()
+            queue = queues[place.kind, place.priority] = NodeQueue()
         return queue
 
     def _file(self, node: ChunkNode, place: Place) -> None:
@@ -180,9 +181,9 @@ class PrefixAware(EvictionPolicy):
             queue.move_to_warm_end((node,))
 
     def _age(self) -> None:
-        """Move leaves that have outgrown their bin: each does so once for each bin."""
+        """Move leaves that have outgrown their bin: each does so once for each bin, the oldest first."""
         now = self._returns.now
-        for (_, _, number), queue in list(self._leaves.items()):
+        for number, queue in [(n, queue) for n in range(BINS - 2, -1, -1) for queue in self._leaves[n].values()]:
             while node := queue.coldest:
                 place: Place = node.policy_state.mark
                 if bin_of(now - place.since) <= number:

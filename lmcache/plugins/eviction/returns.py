@@ -22,7 +22,7 @@ MEMORY = 20_000
 
 PRIOR, PRIOR_LIVES = 0.1, 20 / SAMPLE
 """Before anything was seen: one in ten comes back in every bin, as if so many lives had shown it. So what is younger is
-worth more, as in LRU."""
+worth more, as in LRU, but for the first bin, which is wider than the next."""
 
 REFRESH = 256
 """Observations between two looks at what one kind is worth."""

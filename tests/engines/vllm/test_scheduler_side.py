@@ -51,7 +51,9 @@ class FakeLink:
         self.away = False
         self.closed = False
 
-    def lookup(self, tenant: str, hashes: bytes, limit: int, hints: Hints = NO_HINTS) -> Lookup:
+    def lookup(
+        self, tenant: str, hashes: bytes, limit: int, hints: Hints = NO_HINTS, prefill_speed: float = 0.0
+    ) -> Lookup:
         self.lookups.append(Lookup(tenant, hashes, limit))
         self.hints.append(hints)
         return self.lookups[-1]

@@ -127,6 +127,7 @@ def test_chunks_of_high_priority_stay_and_those_of_low_priority_go(
 WRONG = [
     {"ttl_s": "1h"},
     {"ttl_s": -1},
+    {"ttl_s": 10**400},
     {"priority": "urgent"},
     {"tenant": 7},
     {"tenant": "x" * 10_000},

@@ -27,6 +27,8 @@ def test_everything_that_may_be_said_is_heard() -> None:
         ("ttl_s", "1h", "lmcache.ttl_s in kv_transfer_params is '1h'; give a number of seconds, like 3600"),
         ("ttl_s", -1, "lmcache.ttl_s in kv_transfer_params is -1; give a number of seconds"),
         ("ttl_s", float("nan"), "lmcache.ttl_s in kv_transfer_params is nan; give a number of seconds"),
+        ("ttl_s", float("inf"), "lmcache.ttl_s in kv_transfer_params is inf; give a number of seconds"),
+        ("ttl_s", 10**400, "lmcache.ttl_s in kv_transfer_params is 1000"),
         ("ttl_s", True, "lmcache.ttl_s in kv_transfer_params is True; give a number of seconds"),
         ("priority", "urgent", "is 'urgent'; give one of low, normal, high"),
         ("priority", 1, "lmcache.priority in kv_transfer_params is 1; give one of low, normal, high"),

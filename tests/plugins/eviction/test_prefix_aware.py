@@ -71,6 +71,18 @@ def test_what_a_chunk_followed_goes_next_so_that_prompts_go_one_by_one():
     assert gone == [node for prompt in prompts for node in reversed(prompt)]
 
 
+def test_chunks_of_several_bins_that_grow_old_at_once_stay_in_the_order_of_their_last_use():
+    policy = PrefixAware()
+    prompts = [make_chain(1)[0] for _ in range(350)]
+    for node in prompts:
+        store(policy, [node])
+    next(policy.victims())  # they are in two bins by now
+    store(policy, make_chain(EDGES[6]))
+    order = list(policy.victims())
+    assert len({bin_of(policy._returns.now - node.policy_state.mark.since) for node in prompts}) == 1
+    assert [node for node in order if node in set(prompts)] == prompts
+
+
 def test_whatever_was_learned_chunks_as_young_as_a_few_prompts_go_by_recency():
     policy = PrefixAware()
     pause = deque()
