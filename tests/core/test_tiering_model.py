@@ -214,3 +214,16 @@ def test_threads_give_back_what_waits_and_go_on_with_what_runs() -> None:
     go_on.set()
     threads.close(30.0)
     assert [call.outcome for call in threads.finished()] == ["done"]
+
+
+def test_two_lookups_of_one_prompt_share_its_fetches_and_both_have_the_whole_hit() -> None:
+    model = stored(WHOLE)
+    model.look_up_all(owner=0, space=0, path=WHOLE)
+    model.call_returns(tier=0, which=0, outcome="works", told=True)
+    assert len(model.fetching) == 4
+    model.look_up_all(owner=1, space=0, path=WHOLE)
+    model.all_calls_return("works")
+    assert (tokens(model), model.tiering.tiers[0].counters.loaded) == ([16, 16], 4)
+    for _ in range(2):
+        model.load(0)
+    check(model)
