@@ -12,6 +12,8 @@ from typing import Any, TypeVar, cast
 
 import attrs
 
+from lmcache.errors import TierError
+
 T = TypeVar("T")
 
 GRACE = 1.5
@@ -66,10 +68,22 @@ class TierThreads:
         with self._state:
             (self._urgent if urgent else self._patient).append(call)
             if self._threads < self._most and self._threads < self.busy:
-                self._threads += 1
-                # a daemon: a tier that hangs must not keep the process
-                threading.Thread(target=self._run, name=f"lmcache-{self._name}", daemon=True).start()
+                self._one_more()
             self._state.notify()
+
+    def _one_more(self) -> None:
+        # a daemon: a tier that hangs must not keep the process
+        thread = threading.Thread(target=self._run, name=f"lmcache-{self._name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads for this process
+            if not self._threads:  # nobody would ever come
+                for call in self.withdraw():
+                    call.outcome = TierError(f"no thread can be started: {error}")
+                    self._done.append(call)
+                self._wake()
+        else:
+            self._threads += 1
 
     def finished(self) -> Iterator[Call]:
         """Calls that have come back since it was asked last."""
@@ -110,6 +124,8 @@ class TierThreads:
                 call.outcome = call.work(call.started + self._timeout)
             except Exception as error:  # noqa: BLE001 - a plugin's code; whoever submitted the call hears of it
                 call.outcome = error
+            except BaseException as error:  # noqa: BLE001 - a thread that ends would take its call with it
+                call.outcome = TierError(f"{type(error).__name__}: {error}")
             with self._state:
                 self._running.discard(call)
                 self._done.append(call)

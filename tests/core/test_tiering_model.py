@@ -4,8 +4,10 @@ Long runs: `LMCACHE_MODEL_EXAMPLES=5000 pytest tests/core/test_tiering_model.py`
 """
 
 import os
+import sys
 import threading
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from tiering_model import CHUNK, DEADLINE, DEPTH, Lookup, TieringModel, hashes_of
@@ -15,6 +17,7 @@ from lmcache.core.hints import NO_HINTS
 from lmcache.core.promotion import Asked
 from lmcache.core.tier_threads import TierThreads
 from lmcache.core.tier_url import StorePolicy
+from lmcache.errors import TierError
 
 EXAMPLES = int(os.environ.get("LMCACHE_MODEL_EXAMPLES", "60"))
 STEPS = int(os.environ.get("LMCACHE_MODEL_STEPS", "50"))
@@ -227,3 +230,30 @@ def test_two_lookups_of_one_prompt_share_its_fetches_and_both_have_the_whole_hit
     for _ in range(2):
         model.load(0)
     check(model)
+
+
+def test_a_plugin_that_wants_to_end_the_thread_has_failed_like_any_other() -> None:
+    threads = TierThreads("t", 1, 60.0, lambda: None)
+    heard: list[object] = []
+    for work in (lambda _: sys.exit("bye"), lambda _: "done"):
+        threads.submit(work, heard.append, urgent=False)
+    threads.close(30.0)
+    first, second = threads.finished()
+    assert (repr(first.outcome), second.outcome) == ("TierError('SystemExit: bye')", "done")
+
+
+def test_where_no_thread_can_be_started_a_call_fails_and_later_ones_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[None] = []
+    threads = TierThreads("t", 1, 60.0, lambda: woken.append(None))
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        threads.submit(lambda _: "never", lambda _: None, urgent=True)
+    [failed] = threads.finished()
+    assert (type(failed.outcome), woken, threads.busy) == (TierError, [None], 0)
+    threads.submit(lambda _: "done", lambda _: None, urgent=False)
+    threads.close(30.0)
+    assert [call.outcome for call in threads.finished()] == ["done"]
