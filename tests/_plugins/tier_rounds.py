@@ -1,6 +1,6 @@
 """Rounds of kill -9: engines store and load through a server with a disk tier until it is killed, and start over.
 
-    python tests/_plugins/tier_rounds.py --rounds 100 --seed 7       about five minutes
+    python tests/_plugins/tier_rounds.py --rounds 100 --seed 7       about five minutes on a quiet machine
 
 The moment of each kill comes from the seed: so many prompts after the start, and so many microseconds. The next server
 opens the same folder. What it counts must be what the files take, no file but blobs may be there, each under a key that
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from core_stand import CELL, CHUNK, GEOMETRY, ServerProcess, prompt, wait_until
+from core_stand import CELL, CHUNK, ServerProcess, prompt, wait_until
 from tier_stand import TinyEngine
 
 from lmcache.core.blob import BlobIdentity
@@ -37,11 +37,15 @@ HYBRID = Geometry(
     ),
     ranks=2,
 )
-PROMPTS = 16
-LIMIT = 3 << 20
+LARGE = Geometry((KVGroup(GroupKind.FULL, CHUNK, (32 * CELL,)),))
+"""A blob takes so long to write that kills meet it."""
+PROMPTS = 32
+LIMIT = 12 << 20
+L1_GB = "0.006"
+"""1,572 cells; the longest prompt takes 640 of them."""
 BLOCK = 4096
 CELL_BYTES = 4 << 10
-VARIANTS = ("", "&store=on-evict", "&direct=off", "&threads=1")
+VARIANTS = ("", "&direct=off", "&store=on-evict", "&direct=off&threads=1")
 """Of the tier, in turns."""
 
 
@@ -59,7 +63,7 @@ class Site:
         self.folder = folder
         self.found: Counter[str] = Counter()
         self.server = self._start("", 0)
-        self.engines = [TinyEngine(self.server.address, GEOMETRY, "plain"), TinyEngine(self.server.address, HYBRID)]
+        self.engines = [TinyEngine(self.server.address, LARGE, "large"), TinyEngine(self.server.address, HYBRID)]
         self._keys = {
             (engine.model, chain_hash, group, shard): self._key(engine, chain_hash, group, shard)
             for engine in self.engines
@@ -70,7 +74,8 @@ class Site:
         }
 
     def _start(self, variant: str, port: int) -> ServerProcess:
-        return ServerProcess(port, "--l2", f"disk://{self.folder}?size_gb={LIMIT / 2**30:.9f}{variant}")
+        tier = f"disk://{self.folder}?size_gb={LIMIT / 2**30:.9f}{variant}"
+        return ServerProcess(port, "--l1-size-gb", L1_GB, "--l2", tier)
 
     def _key(self, engine: TinyEngine, chain_hash: ChainHash, group: int, shard: int) -> str:
         facts = {"model": engine.model, **geometry_facts(engine.geometry, CHUNK), "cell_bytes": str(CELL_BYTES)}
@@ -86,7 +91,7 @@ class Site:
         ]
         for thread in threads:
             thread.start()
-        for _ in range(source.randrange(1, 80)):
+        for _ in range(source.randrange(1, 40)):
             done.acquire(timeout=1)
         time.sleep(source.random() * 0.01)
         self.server.kill()

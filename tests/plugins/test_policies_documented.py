@@ -72,3 +72,20 @@ def test_the_figures_of_the_whole_traces_are_what_a_replay_gives(trace, capacity
     if policy == "opt" or text == "–":
         pytest.skip("the optimum has tests of its own")
     assert hit_ratio(Path(TRACES) / trace, capacity, policy) == text
+
+
+def test_the_guide_holds_the_whole_example_from_the_class_to_the_published_wheel():
+    guide, example = ROOT / "docs" / "guides" / "write-a-policy.md", ROOT / "examples" / "lmcache-fifo-policy"
+    text = guide.read_text()
+    shown = {(guide.parent / path).resolve() for path in re.findall(r"```\{literalinclude\} (\S+)", text)}
+    written = {path for path in example.rglob("*") if path.suffix in {".py", ".toml"} and path.stat().st_size > 0}
+    assert shown == {path for path in written if path.name != "__init__.py"}
+    assert ":lines:" not in text
+    headings = re.findall(r"(?m)^## (.*)", text)
+    assert headings == ["What a policy decides", "The class", "Try it", "Measure it", "Publish it", "Test it"]
+    assert "pip wheel" in text
+
+
+def test_the_page_says_which_policy_to_choose_when():
+    table = next(part for part in PAGE.split("\n\n") if part.startswith("| your traffic | policy |"))
+    assert [name for name in PLUGINS.policies() if not re.search(rf"\b{name}\b", table)] == []
