@@ -71,8 +71,9 @@ def test_every_answer_is_right_and_nothing_is_held_when_l1_was_filled_three_time
         full.flood([7], ["llama"])  # around what is being read
     assert deaths.check(3, deaths.answer(host)) == 5 * CHUNK
     deaths.ask(host, 5)
-    with deaths.paused(host, 5, "worker:during:copy-out"):
-        os.kill(host.pid, signal.SIGKILL)
+    with deaths.paused(host, 5, "worker:during:copy-out") as rank:
+        for pid in (host.pid, rank):  # a rank that lived on would confirm, and so end the ticket
+            os.kill(pid, signal.SIGKILL)
     deaths.bury(host, ranks)
 
     report = full.wait_until_quiet()
