@@ -367,15 +367,17 @@ class TieringModel(RuleBasedStateMachine):
     def look_up_all(self, owner: int, space: int, path: tuple[int, ...]) -> None:
         self.look_up(owner, space, path, 16, None)
 
-    @rule(owner=OWNERS, space=SPACES, path=PATHS)
-    def look_up_and_search(self, owner: int, space: int, path: tuple[int, ...]) -> None:
-        """What is being done is done, the search for this lookup as well: it fetches."""
+    @rule(owner=OWNERS, space=SPACES, path=PATHS, outcome=OUTCOMES, told=st.booleans())
+    def look_up_and_search(self, owner: int, space: int, path: tuple[int, ...], outcome: str, told: bool) -> None:
+        """What is being done is done, the search for this lookup as well: it fetches, and one fetch comes back."""
         self.look_up_all(owner, space, path)
         for shelf, threads in zip(self.shelves, self.threads, strict=True):
             shelf.next = "works"
             for call in list(threads.running):
                 threads.give_back(call)
             self.tick()
+        for tier in range(len(self.threads)):
+            self.call_returns(tier, 0, outcome, told)
 
     def heard(self, answer: Answer, lookup: Lookup) -> None:
         if not answer.final:
