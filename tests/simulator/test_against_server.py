@@ -13,6 +13,7 @@ from reference_stand import RunningServer as ServerProcess
 from reference_stand import StartServer, prompt, start
 
 from lmcache.core.client import Client, Engine
+from lmcache.core.keys import tenant_of
 from lmcache.core.link import Link
 from lmcache.core.protocol import Role
 from lmcache.engines.reference.engine import Engine as ReferenceEngine
@@ -25,6 +26,8 @@ HEAD = Path(__file__).parents[2] / "traces" / "mooncake_conversation_head.jsonl"
 CELLS = 600
 """Room for a few dozen of the prompts, so that most requests evict."""
 REQUESTS = 250
+SALTS = ("", "open sesame")
+"""Of two tenants."""
 
 
 @pytest.fixture
@@ -125,7 +128,8 @@ def test_a_recording_replays_to_the_servers_own_counters(
         for turn in range(30):
             # two conversations that grow, and prompts that never come back
             which, length = (turn % 2, 200 + 25 * turn) if turn % 3 else (100 + turn, 500)
-            engine.generate([prompt(length, which)], max_tokens=2)
+            # what a tenant asks for, no other finds
+            engine.generate([prompt(length, which // 2)], max_tokens=2, salt=SALTS[which % 2])
             engine.drop_prefix_cache()
             server.wait_idle()
         counters = server.counters()
@@ -133,6 +137,8 @@ def test_a_recording_replays_to_the_servers_own_counters(
     assert server.process.wait(10) == 0
     server.process.communicate()
 
+    tenants = {json.loads(line).get("tenant", "") for line in file.read_text().splitlines()[2:]}
+    assert tenants == {tenant_of(salt) for salt in SALTS}
     cells = int(float(gigabytes) * (1 << 30)) // 4096
     trace = simulate(str(file), "--policy", policy, "--capacity", f"{gigabytes}GB")
     assert trace["recorded"] == {
