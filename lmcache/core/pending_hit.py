@@ -7,7 +7,7 @@ from lmcache.core.channel import Pending
 from lmcache.core.protocol import Found
 
 FIRST_PAUSE = 0.002
-LONGEST_PAUSE = 0.05
+LONGEST_PAUSE = 0.01
 """Seconds between two questions; twice as long each time."""
 
 
