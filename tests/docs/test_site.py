@@ -15,7 +15,7 @@ from lmcache import errors
 from lmcache.cli.main import COMMANDS
 from lmcache.core import hookspecs, protocol
 from lmcache.core.metrics import GAUGES, Counters
-from lmcache.engines.vllm import adapter, settings
+from lmcache.engines.vllm import adapter, settings, wishes
 from lmcache.geometry.groups import GroupKind
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +124,7 @@ def test_the_reference_has_every_key_of_the_connector_and_no_other(site):
     names = [value for name, value in vars(settings).items() if name.isupper() and isinstance(value, str)]
     keys = {name for name in names if name.startswith("lmcache.")} | set(settings.NOTED)
     assert len(keys) >= 8
+    keys |= {wishes.PREFIX + name for name in wishes.NAMES}
     text = (site / "reference" / "vllm.html").read_text()
     assert set(re.findall(r">(lmcache\.[a-z_.]+)<", text)) - {"lmcache.engines.vllm.connector"} == keys
 

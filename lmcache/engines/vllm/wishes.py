@@ -20,7 +20,8 @@ PREFIX = "lmcache."
 LONGEST_TENANT = 256
 
 _PRIORITIES = {priority.name.lower(): priority for priority in Priority}
-_NAMES = ("tenant", "ttl_s", "priority", "session_end")
+NAMES = ("tenant", "ttl_s", "priority", "session_end")
+"""What there is, without the prefix."""
 
 
 @attrs.frozen
@@ -36,9 +37,9 @@ def wishes_of(params: Mapping[str, Any] | None) -> Wishes:
     """Read a request's `kv_transfer_params`. Raises ConfigError, which names the parameter; other people's are left."""
     own = {key.removeprefix(PREFIX): value for key, value in (params or {}).items() if key.startswith(PREFIX)}
     for name in own:
-        if name not in _NAMES:
-            near = difflib.get_close_matches(name, _NAMES, n=1)
-            known = ", ".join(PREFIX + each for each in _NAMES)
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, n=1)
+            known = ", ".join(PREFIX + each for each in NAMES)
             raise ConfigError(
                 f"{PREFIX}{name} in kv_transfer_params is not known",
                 remedy=f"did you mean {PREFIX}{near[0]}?" if near else f"there are {known}",
