@@ -58,7 +58,7 @@ def _notes(found: Comparison) -> Iterator[str]:
         failed[outcome.policy] = failed.get(outcome.policy, 0) + outcome.policy_errors
     for policy, errors in failed.items():
         if errors:
-            yield f"{policy} failed in {errors:,} calls, in which the cache went by the order of arrival"
+            yield f"{policy} failed in {errors:,} calls, in which the cache went by the last use"
 
 
 def _gigabytes(size: int) -> str:
