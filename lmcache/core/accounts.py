@@ -17,6 +17,8 @@ from lmcache.core.index import Node
 EVERYBODY_ELSE = "*"
 """As a tenant's name in limits: each tenant that is not named."""
 
+_HIGH = Priority.HIGH  # looking it up in its class takes longer than comparing it
+
 _last_use = attrgetter("used")
 
 
@@ -112,18 +114,24 @@ class Accounts:
 
     def insert(self, node: Node) -> None:
         """A new node, of the account and the priority that it names."""
-        account = node.account
+        account, priority = node.account, node.priority
         if account is not self._others:
             self._accounts[account.name] = account
         self._uses += 1
         node.used = self._uses
-        account.chunks(node.priority)[node] = None
-        self._holders[node.priority][account] = None
+        chunks = account.lists[priority]
+        if not chunks:
+            self._holders[priority][account] = None
+        chunks[node] = None
 
     def remove(self, node: Node) -> None:
         """The node has gone, and holds no cells any more."""
-        account = node.account
-        self._take_off(node)
+        account, priority = node.account, node.priority
+        chunks = account.lists[priority]
+        del chunks[node]
+        if chunks:
+            return
+        del self._holders[priority][account]
         if account.empty and account.name not in self._named:
             # tenants come and go, and nothing may grow with the number of those that have gone
             self._accounts.pop(account.name, None)
@@ -132,7 +140,7 @@ class Accounts:
         """The node has so many cells more; fewer, if negative."""
         node.cells += cells
         node.account.cells += cells
-        if node.priority is Priority.HIGH:
+        if node.priority is _HIGH:
             self.high_cells += cells
 
     def touch(self, nodes: Sequence[Node]) -> None:
@@ -147,14 +155,7 @@ class Accounts:
         """From now on the node has another priority. It counts as used now."""
         cells = node.cells
         self.take(node, -cells)
-        self._take_off(node)
+        self.remove(node)
         node.priority = priority
         self.insert(node)
         self.take(node, cells)
-
-    def _take_off(self, node: Node) -> None:
-        """The node is on no list any more."""
-        chunks = node.account.chunks(node.priority)
-        del chunks[node]
-        if not chunks:
-            del self._holders[node.priority][node.account]

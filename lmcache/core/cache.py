@@ -182,13 +182,13 @@ class Cache:
         """What became of the leading run that could be placed, and the last chunk of it."""
         slot, cells = namespace.slot(group, shard), namespace.object_cells[group]
         placed = bytearray()
-        created = False
+        created, granted = False, Placed.GRANTED
         with self.residents.kept([above] if above else []):
             self._make_room_for_all(namespace, tenant, hashes, slot, cells)
             for chain_hash in hashes:
                 node = namespace.nodes.get(chain_hash)
-                state = _placed(node, slot)
-                if state is Placed.GRANTED:
+                state = granted if node is None else _placed(node, slot)
+                if state is granted:
                     created = created or node is None
                     node = node or self.residents.insert(namespace, chain_hash, above, tenant, hints)
                     if not self._grant(node, slot, cells, reservation):

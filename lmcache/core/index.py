@@ -16,6 +16,11 @@ if TYPE_CHECKING:  # accounts hold nodes
     from lmcache.core.accounts import Account
 
 
+# looked up once: of all chunks that are stored, these are read
+_NORMAL = Priority.NORMAL
+_NEVER = math.inf
+
+
 class Node:
     """One chunk of one prompt: the entry of the index. A `policy.ChunkNode`."""
 
@@ -59,8 +64,8 @@ class Node:
         self.depth: int = parent.depth + 1 if parent else 0
         self.tenant = tenant
         self.account = account  # where its cells are counted
-        self.priority = Priority.NORMAL
-        self.expires = math.inf  # from then on it is not served; never before what hangs below it
+        self.priority = _NORMAL
+        self.expires = _NEVER  # from then on it is not served; never before what hangs below it
         self.used = 0  # number of its last use, among all uses
         self.cells = 0  # written and being written
         self.sealed = 0  # bit g: every shard of group g is committed, so its object may be read

@@ -85,17 +85,19 @@ class Residents:
     def grant(self, node: Node, cells: int) -> tuple[int, ...] | None:
         """So many cells for one object of `node`, whatever has to be evicted for them; None if they cannot be had."""
         account = node.account
-        if self.allocator.free < cells or not account.fits(cells):
+        limited = account.quota is not None
+        if self.allocator.free < cells or (limited and not account.fits(cells)):
             # the end of the prompt itself may go, so that its beginning is whole
             node.pins += 1
             self.make_room(cells, cells, account)
             node.pins -= 1
-        got = self.allocator.allocate(cells) if account.fits(cells) else None
+        got = None if limited and not account.fits(cells) else self.allocator.allocate(cells)
         if got is None:
             self.prune(node)
             return None
         self.accounts.take(node, cells)
-        self.orphaned.pop(node, None)
+        if self.orphaned:
+            self.orphaned.pop(node, None)
         return got
 
     def give_back(self, node: Node, cells: Sequence[int]) -> None:

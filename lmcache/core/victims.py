@@ -65,7 +65,7 @@ class VictimSearch:
         for node in itertools.islice(candidates, VICTIM_SCAN):
             if not node.evictable:
                 in_use.append(node)
-            elif not self._spared(node):
+            elif not (self._sparing and self._spared(node)):
                 node.doom()
                 chosen.append(node)
                 reached += node.cells
@@ -85,8 +85,6 @@ class VictimSearch:
         return chosen
 
     def _spared(self, node: Node) -> bool:
-        if not self._sparing:
-            return False
         account = node.account
         if self._unsaved is not None and self._unsaved(node):
             return True
@@ -117,7 +115,7 @@ class VictimSearch:
         yield from self._by_last_use(Priority.LOW)
         spared = 0
         for node in self._order.victims():
-            if not self._spared(node):
+            if not (self._sparing and self._spared(node)):
                 yield node
             elif (spared := spared + 1) == SPARED_SCAN:
                 break

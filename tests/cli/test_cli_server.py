@@ -16,7 +16,7 @@ from lmcache import __version__
 from lmcache.cli.options import size_text
 from lmcache.core.client import Client, ClientSettings, Engine
 from lmcache.core.control import Control, ServerAddress
-from lmcache.core.protocol import Role
+from lmcache.core.protocol import PROTOCOL, Role
 from lmcache.errors import LinkLost
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 
@@ -175,12 +175,12 @@ def test_ping_says_who_answers(lmcache, start_server) -> None:
 
     assert spoken.returncode == 0
     assert spoken.stdout.startswith(f"127.0.0.1:{server.port} answered in ")
-    assert spoken.stdout.endswith(f" ms: lmcache {__version__}, protocol 1, epoch {server.epoch}\n")
+    assert spoken.stdout.endswith(f" ms: lmcache {__version__}, protocol {PROTOCOL}, epoch {server.epoch}\n")
     assert figures.pop("seconds") > 0
     assert figures == {
         "address": f"127.0.0.1:{server.port}",
         "version": __version__,
-        "protocol": 1,
+        "protocol": PROTOCOL,
         "epoch": server.epoch,
     }
 
