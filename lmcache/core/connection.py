@@ -10,7 +10,7 @@ import socket
 import struct
 
 from lmcache.core.index import Namespace
-from lmcache.core.protocol import MAX_FRAME, Role
+from lmcache.core.protocol import MAX_FRAME, Lookup, Role
 from lmcache.errors import ProtocolError
 
 LENGTH = struct.Struct("<I")
@@ -49,6 +49,8 @@ class Connection:
         self.pid, self.uid, _ = _CREDENTIALS.unpack(
             sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
+        self.unanswered: dict[int, Lookup] = {}
+        """Lookups that tiers are being looked at for, by what they are asked for again with: to be recorded."""
         self._received = bytearray()
         self._unsent = bytearray()
 

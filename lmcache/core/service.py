@@ -205,12 +205,20 @@ class Service:
             *(connection.owner, namespace, hashes, limit, _tenant(request)), request.hints, request.prefill_speed
         )
         reply = _found(request.id, self.tiering.lookup(asked))
-        self._record(namespace, request, reply)
+        if not reply.again:
+            self._record(namespace, request, reply)
+        elif self._recorder:
+            connection.unanswered[reply.ticket] = request
         return reply
 
     def ask_again(self, connection: Connection, request: AskAgain) -> Found:
         """Answer with what a lookup has come to by now."""
-        return _found(request.id, self.tiering.poll(connection.owner, request.ticket))
+        namespace = self._registered(connection)
+        reply = _found(request.id, self.tiering.poll(connection.owner, request.ticket))
+        asked = None if reply.again else connection.unanswered.pop(request.ticket, None)
+        if asked:
+            self._record(namespace, asked, reply)
+        return reply
 
     def open(self, connection: Connection, request: Open) -> Opened:
         """Tell a worker where its part of a hit lies."""
@@ -232,6 +240,7 @@ class Service:
 
     def drop(self, connection: Connection, request: Drop) -> Done:
         """End a ticket early."""
+        connection.unanswered.pop(request.ticket, None)
         self.tiering.drop(connection.owner, request.ticket)
         self.cache.drop(connection.owner, request.ticket)
         return Done(request.id)

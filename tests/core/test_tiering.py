@@ -1,5 +1,6 @@
 """Tiers behind a real server: what comes back after it was killed, evicted, damaged; what a tier that fails costs."""
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -348,3 +349,20 @@ def test_what_is_computed_sooner_than_read_is_left_in_the_tier(site: Site) -> No
     assert tokens(1e15) == 0
     assert site.server.status()["counters"]["promotions_declined"] == 1
     assert tokens(1e-3) == 20 * CHUNK
+
+
+def test_a_lookup_that_was_asked_for_again_is_recorded_with_what_it_hit(folder: Path, tmp_path: Path) -> None:
+    record = tmp_path / "recording.jsonl"
+    site = Site(folder, "--record", str(record))
+    try:
+        site.engine.store(prompt(1, 5))
+        site.settle()
+        site.restart()
+        assert site.engine.hit(prompt(1, 5)) == 5
+        site.server.signal(signal.SIGTERM)
+        assert site.server.process.wait(30) == 0
+    finally:
+        site.close()
+    events = [json.loads(line) for line in record.read_text().splitlines()]
+
+    assert [each["hit_length"] for each in events if each["event"] == "lookup"] == [5 * CHUNK]
