@@ -24,8 +24,8 @@ USAGE = [
     (
         ["frobnicate"],
         (
-            "lmcache: there is no command 'frobnicate'; commands are server, ping, status, wait-idle, plugins, demo, "
-            "geometry, simulate, bench"
+            "lmcache: there is no command 'frobnicate'; commands are server, ping, status, pin, unpin, wait-idle, "
+            "plugins, tier, demo, geometry, simulate, bench"
         ),
     ),
     (
