@@ -219,9 +219,12 @@ class Stand:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that nobody is given by chance: an engine binds dozens of its own while our server is not there yet."""
+    while True:
+        port = random.randrange(20_000, 32_000)  # below what the kernel hands out
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def prompt(seed: int, length: int) -> list[int]:
