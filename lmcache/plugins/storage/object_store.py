@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 from lmcache.core.hookspecs import hookimpl
 from lmcache.core.tier import KEY_DIGITS, Buffer, StorageTier, TierLocation
 from lmcache.errors import ConfigError
-from lmcache.plugins.storage.object_store_calls import in_short
-from lmcache.plugins.storage.object_store_tier import OPTIONS, ObjectStoreTier
+from lmcache.plugins.storage.object_store_tier import OPTIONS, ObjectStoreTier, in_short
 
 CONNECT_S = 2
 """Seconds that connecting may take before it is tried again."""

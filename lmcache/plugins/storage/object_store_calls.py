@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -11,9 +10,6 @@ from typing import Any, TypeVar
 from lmcache.errors import TierError
 
 T = TypeVar("T")
-
-MESSAGE_CHARACTERS = 400
-"""More of what a server says would not help."""
 
 
 class Calls:
@@ -76,12 +72,3 @@ class Calls:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def in_short(error: BaseException) -> str:
-    """An error of obstore on one line, without what only its developers need, and without what may be a secret."""
-    text = str(error).partition("\n\nDebug source")[0]
-    text = re.sub(r"(?<=://)[^\s/?]*@", "", text)
-    text = re.sub(r"\?[^\s\"'<>)]*", "", text)  # signatures of Azure travel in the query
-    text = " ".join(text.split()) or type(error).__name__
-    return text if len(text) <= MESSAGE_CHARACTERS else text[:MESSAGE_CHARACTERS] + "…"

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from lmcache.core.tier import KEY_DIGITS, Buffer, StorageTier, TierLocation
 from lmcache.core.tier_url import choice
 from lmcache.errors import ConfigError, TierError
-from lmcache.plugins.storage.object_store_calls import Calls, in_short
 
 COPY_BYTES = 1 << 20
 """So much is copied at a time, so that no copy holds the interpreter's lock for long."""
@@ -18,6 +17,9 @@ MOST_CONNECTIONS = 1000
 
 _ON_OFF = ("on", "off")
 OPTIONS = {"connections": "requests that may be in progress at once; 32 unless said otherwise"}
+
+MESSAGE_CHARACTERS = 400
+"""More of what a server says would not help."""
 
 
 class ObjectStoreTier(StorageTier):
@@ -31,6 +33,9 @@ class ObjectStoreTier(StorageTier):
         connections = self.whole_number("connections", 32, least=1)
         self._folder = self.path_in_store()
         self._store = self.make_store()
+        # here, for it brings asyncio, a twentieth of the start of a server that has no such tier
+        from lmcache.plugins.storage.object_store_calls import Calls
+
         self._calls = Calls(str(location), connections)
 
     def store(self, key: str, parts: Sequence[Buffer], deadline: float) -> None:
@@ -174,3 +179,12 @@ def _pour(blob: memoryview, into: Sequence[memoryview]) -> None:
             piece = blob[at : at + min(COPY_BYTES, len(view) - start)]
             view[start : start + len(piece)] = piece
             at += len(piece)
+
+
+def in_short(error: BaseException) -> str:
+    """An error of obstore on one line, without what only its developers need, and without what may be a secret."""
+    text = str(error).partition("\n\nDebug source")[0]
+    text = re.sub(r"(?<=://)[^\s/?]*@", "", text)
+    text = re.sub(r"\?[^\s\"'<>)]*", "", text)  # signatures of Azure travel in the query
+    text = " ".join(text.split()) or type(error).__name__
+    return text if len(text) <= MESSAGE_CHARACTERS else text[:MESSAGE_CHARACTERS] + "…"
