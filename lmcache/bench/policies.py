@@ -12,12 +12,12 @@ from typing import cast
 
 from lmcache.bench.figures import Figure, Step, at_most, figure
 from lmcache.core.accounts import Account
+from lmcache.core.collector import collector_off
 from lmcache.core.index import Namespace, Node
 from lmcache.core.keys import HASH_BYTES, ChainHash, NamespaceDigest
 from lmcache.core.policy import EvictionPolicy
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 from lmcache.plugins.manager import PluginManager
-from lmcache.simulator.replay import collector_off
 
 TARGET = at_most(4.0)
 """Times the cost with a thousand nodes: room for memory that is far away, none for work that grows with the nodes."""

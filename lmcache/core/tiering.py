@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 
 from lmcache.core.blob import BlobStore
-from lmcache.core.cache import Cache
+from lmcache.core.cache import Cache, Ticket
 from lmcache.core.promotion import Asked, Fetches, Promotion
 from lmcache.core.saving import Saving
 from lmcache.core.tier_in_use import Arena, ThreadsMaker, TierInUse
@@ -85,9 +85,9 @@ class Tiering:
             if not promotion.over:
                 return Answer(promotion.id, 0, final=False)
             del self._promotions[promotion.id]
-            return _answer(promotion)
+            return _answer(promotion.ticket)
         ticket = self._cache.lookup(asked.owner, asked.namespace, asked.hashes, asked.limit, asked.tenant, asked.hints)
-        return Answer(ticket.id, ticket.hit.tokens, final=True) if ticket else Answer(0, 0, final=True)
+        return _answer(ticket)
 
     def poll(self, owner: int, number: int) -> Answer:
         """What has become of a lookup that was to be asked for again. Once it is final, it is forgotten."""
@@ -97,7 +97,7 @@ class Tiering:
         if not promotion.over:
             return Answer(number, 0, final=False)
         del self._promotions[number]
-        return _answer(promotion)
+        return _answer(promotion.ticket)
 
     def _worth_looking(self, asked: Asked) -> bool:
         if not asked.hashes or not any(tier.usable() for tier in self.tiers):
@@ -199,6 +199,5 @@ class Tiering:
         ]
 
 
-def _answer(promotion: Promotion) -> Answer:
-    ticket = promotion.ticket
+def _answer(ticket: Ticket | None) -> Answer:
     return Answer(ticket.id, ticket.hit.tokens, final=True) if ticket else Answer(0, 0, final=True)

@@ -3,8 +3,6 @@
 Requests come one after the other: what one stores is published before the next looks up, and loads end at once.
 """
 
-import contextlib
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,6 +10,7 @@ import attrs
 
 from lmcache.core.cache import Cache
 from lmcache.core.cells import CellAllocator
+from lmcache.core.collector import collector_off
 from lmcache.core.index import Namespace
 from lmcache.core.keys import ChainHash
 from lmcache.core.policy import EvictionPolicy
@@ -215,15 +214,3 @@ def replay(
         counters.policy_errors,
         time.process_time() - started,
     )
-
-
-@contextlib.contextmanager
-def collector_off() -> Iterator[None]:
-    """As in the server: a collection takes long when there are many chunks, and finds nothing. For benches, too."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

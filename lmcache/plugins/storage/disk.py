@@ -23,13 +23,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
+from lmcache.core.collector import collector_off
 from lmcache.core.hookspecs import hookimpl
 from lmcache.core.tier import Buffer, StorageTier, TierLocation, TierUsage
 from lmcache.core.tier_url import choice, positive_number
 from lmcache.errors import ConfigError, TierError
 from lmcache.plugins.storage import disk_file
 from lmcache.plugins.storage.disk_folder import DiskFolder
-from lmcache.plugins.storage.disk_index import BLOCK, DiskIndex, Entry, blocks_of, collector_off, make_policy
+from lmcache.plugins.storage.disk_index import BLOCK, DiskIndex, Entry, blocks_of, make_policy
 
 log = logging.getLogger("lmcache.tier")
 
@@ -162,7 +163,7 @@ class DiskTier(StorageTier):
 
     def _open(self, direct: bool) -> None:
         try:
-            with collector_off():
+            with collector_off():  # a hundred thousand new entries would start it again and again
                 self._index.restore(self._folder.scan(mine=self._mode != "read"))
             refusal = self._folder.direct_io() if direct and self._mode == "serve" else None
             self._make_room(0)

@@ -3,8 +3,6 @@
 Not thread-safe: `DiskTier` holds its lock around every call.
 """
 
-import contextlib
-import gc
 import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -73,18 +71,6 @@ def make_policy(name: str) -> EvictionPolicy:
         names = ", ".join(sorted(each.name for each in known.values()))
         raise ConfigError(f"--l2 disk:// has policy={name}", remedy=f"use one of {names}")
     return known[name.casefold()]()
-
-
-@contextlib.contextmanager
-def collector_off() -> Iterator[None]:
-    """A hundred thousand new entries would start it again and again, and it would find nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class DiskIndex:

@@ -14,6 +14,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from lmcache.core.collector import collector_off
 from lmcache.core.policy import EvictionPolicy
 
 _UNSEEN = itertools.count()
@@ -341,7 +342,7 @@ class EvictionPolicySuite(abc.ABC):
         _Driver(policy).store(goes)
         next(policy.victims(), None)
         ends = [weakref.ref(node) for node in goes]
-        with _collector_off():
+        with collector_off():
             while goes:
                 policy.remove(goes.pop())
             kept = sum(end() is not None for end in ends)
@@ -375,7 +376,7 @@ class EvictionPolicySuite(abc.ABC):
         policy.resize(100)
         driver = _Driver(policy)
         keys: list[weakref.ref[_WatchedKey]] = []
-        with _collector_off():
+        with collector_off():
             for _ in range(12_000):
                 key = _WatchedKey()
                 keys.append(weakref.ref(key))
@@ -425,15 +426,3 @@ class EvictionPolicySuite(abc.ABC):
                 driver.use(chain[-1])
                 driver.remove(*driver.victims(1))
         return counter.steps
-
-
-@contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
-    """Only reference counts free memory inside the block."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
