@@ -15,7 +15,7 @@ from lmcache.core.client import Client, Link
 from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.keys import HASH_BYTES
 from lmcache.core.protocol import Placed
-from lmcache.engines.vllm.copying import CopyPlans, Kernels, mapped_arena
+from lmcache.engines.copying import CopyPlans, Kernels, mapped_arena
 from lmcache.engines.vllm.orders import NULL_BLOCK, StoreOrder
 from lmcache.errors import GeometryError, LMCacheError
 from lmcache.geometry.chunking import kept_blocks

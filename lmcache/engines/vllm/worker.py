@@ -6,7 +6,7 @@ Imports neither vLLM nor torch.
 from collections.abc import Iterable, Mapping, Sequence
 
 from lmcache.core.client import Client
-from lmcache.engines.vllm.copying import CopyPlans, Kernels, MakeCopier, NoKernels
+from lmcache.engines.copying import CopyPlans, Kernels, MakeCopier, NoKernels
 from lmcache.engines.vllm.loading import Loader
 from lmcache.engines.vllm.orders import LoadOrder, StoreOrder
 from lmcache.engines.vllm.storing import Storer

@@ -21,14 +21,15 @@ from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lmcache.engines.copy import Copier, Pages
+from lmcache.engines.copying import page_array
+from lmcache.engines.staging import StagedCopier, StagedPages
+from lmcache.engines.storage_bytes import StorageBytes
 from lmcache.engines.vllm import register
 from lmcache.engines.vllm.adapter import lmcache_classify_kv_spec as classify
 from lmcache.engines.vllm.checks import check_connector
 from lmcache.engines.vllm.connector import LMCacheMPConnector
-from lmcache.engines.vllm.describe import build_geometry, logged_blocks, page_array, page_view, spec_groups
+from lmcache.engines.vllm.describe import build_geometry, logged_blocks, page_view, spec_groups
 from lmcache.engines.vllm.registration import without_borrowers
-from lmcache.engines.vllm.staging import StagedCopier, StagedPages
-from lmcache.engines.vllm.views import StorageBytes
 from lmcache.errors import ConfigError, GeometryError
 from lmcache.geometry.groups import GroupKind, KVGroup
 from lmcache.geometry.layout import object_layout
