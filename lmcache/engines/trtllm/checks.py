@@ -56,13 +56,13 @@ def _check_cache(cache: Any) -> None:
     for name in ("host_cache_size", "disk_cache_size"):
         if getattr(cache, name, None):
             raise ConfigError(
-                f"kv_cache_config.{name} is {getattr(cache, name)}: pages that move there leave their place to others",
+                f"kv_cache_config.{name} is {getattr(cache, name)}: pages that move there change places",
                 remedy="set it to 0; what does not fit the GPU is kept by the lmcache server",
             )
     if getattr(cache, "enable_partial_reuse", False):
         log.warning(
-            "lmcache: kv_cache_config.enable_partial_reuse is on; a prompt whose beginning TensorRT-LLM itself holds up "
-            "to the middle of a block is not looked up, so set it to false"
+            "lmcache: kv_cache_config.enable_partial_reuse is on; a prompt of which TensorRT-LLM itself holds half a block "
+            "more is not looked up, so set it to false"
         )
 
 
@@ -71,7 +71,7 @@ def _check_policy(llm_args: Any, cache: Any, *, layouts: bool) -> None:
     name = str(getattr(policy, "value", policy))
     if NO_EVICT not in name and not (layouts and getattr(cache, "use_kv_cache_manager_v2", False) is True):
         raise ConfigError(
-            f"scheduler_config.capacity_scheduler_policy is {name}: requests that are paused come back with other pages",
+            f"scheduler_config.capacity_scheduler_policy is {name}: paused requests come back with other pages",
             remedy=f"set it to {NO_EVICT}",
         )
 

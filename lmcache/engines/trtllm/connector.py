@@ -76,7 +76,7 @@ class LMCacheWorker(_WORKER):
         self._side = WorkerSide(client, found.shape, rank, found.makers, found.kernels)
         meeting_of(self._arguments).registration = found
 
-    # ------------------------------------------------------------------------------------------------------ in each step
+    # ----------------------------------------------------------------------------------------------------- in each step
 
     def start_load_kv(self, stream: Any) -> None:
         """Do what the step counts on. Raises LoadFailed rather than let the engine read what is not there."""

@@ -96,7 +96,7 @@ def _place(at: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def layout_groups(layout: Any, as_bytes: Any) -> list[PageGroup]:
-    """The layer groups of a `KvCacheLayout`; `as_bytes` is torch's uint8. Raises GeometryError for what has no pages."""
+    """The layer groups of a `KvCacheLayout`; `as_bytes` is torch's uint8. Raises GeometryError for no pages."""
     roles = {
         buffer.role
         for group in layout.groups

@@ -46,7 +46,7 @@ def find_interface() -> Interface:
     if len({*grouped, hasattr(worker, "register_kv_cache_layout")}) > 1:
         raise ConfigError(
             f"{module.__name__} has some of what KV caches with layer groups need, and not all of it",
-            remedy="use another version of TensorRT-LLM; `lmcache plugins` and docs/engines/trtllm.md name what is known",
+            remedy="use another version of TensorRT-LLM; docs/engines/trtllm.md names what is known",
         )
     output = getattr(module, "SchedulerOutput", None)
     return Interface(
