@@ -104,6 +104,8 @@ class Tiering:
             return False
         space = asked.namespace
         sealed = self._cache.residents.served(list(map(space.nodes.get, asked.hashes)))
+        if sealed.count(space.all_sealed) == len(sealed):
+            return False  # what L1 answers most often, so without working out a hit that the cache works out again
         now = longest_hit(space.geometry, space.chunk_size, sealed, asked.limit)
         best = longest_hit(space.geometry, space.chunk_size, [-1] * len(sealed), asked.limit)
         return now.tokens < best.tokens
