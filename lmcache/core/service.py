@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmcache import __version__
 from lmcache.core.arena import Backer
@@ -17,8 +17,8 @@ from lmcache.core.config import ServerConfig
 from lmcache.core.connection import Connection
 from lmcache.core.index import Namespace
 from lmcache.core.keys import HASH_BYTES, namespace_digest, split_hashes
+from lmcache.core.l1_only import Answer, Asked, L1Only
 from lmcache.core.policy import EvictionPolicy
-from lmcache.core.promotion import Asked
 from lmcache.core.protocol import (
     PROTOCOL,
     Abort,
@@ -42,12 +42,14 @@ from lmcache.core.protocol import (
     Role,
     Unpin,
 )
-from lmcache.core.recording import Recorder
-from lmcache.core.tiering import Answer, Tiering
 from lmcache.core.voices import Speakers
 from lmcache.errors import GeometryError, Refused
 from lmcache.geometry.chunking import check_chunk_size, default_chunk_size
 from lmcache.geometry.fingerprint import geometry_facts
+
+if TYPE_CHECKING:  # most servers neither record nor have tiers, and start without what that takes
+    from lmcache.core.recording import Recorder
+    from lmcache.core.tiering import Tiering
 
 log = logging.getLogger("lmcache.server")
 
@@ -80,9 +82,9 @@ class Service:
         backer: Backer,
         epoch: str,
         first_id: int,
-        recorder: Recorder | None = None,
+        recorder: "Recorder | None" = None,
         speakers: Speakers | None = None,
-        make_tiering: Callable[[Cache], Tiering] = Tiering,
+        make_tiering: "Callable[[Cache], Tiering | L1Only]" = L1Only,
     ) -> None:
         self.config = config
         self.epoch = epoch
