@@ -93,6 +93,7 @@ class Service:
             first_id=first_id,
         )
         self.tiering = make_tiering(self.cache)
+        self.tiering.memory_comes = self._memory_comes
         self._backer = backer
         self._recorder = recorder
         self._unrecorded = 0
@@ -306,6 +307,12 @@ class Service:
     def keep_ahead(self) -> None:
         """Have memory put behind the arena before it is needed."""
         self._grow(AHEAD_BYTES // self.config.cell_bytes)
+
+    def _memory_comes(self, cells: int) -> bool:
+        """Whether so many cells are not free yet and will be; what is read after them has memory asked for, too."""
+        comes = self._grow(cells)
+        self.keep_ahead()
+        return comes
 
     def _grow(self, free_cells: int) -> bool:
         """Ask for memory until `free_cells` are free; True when that is not so yet and more is on its way."""
