@@ -46,7 +46,7 @@ from lmcache.core.recording import Recorder
 from lmcache.core.tiering import Answer, Tiering
 from lmcache.core.voices import Speakers
 from lmcache.errors import GeometryError, Refused
-from lmcache.geometry.chunking import check_chunk_size, default_chunk_size
+from lmcache.geometry.chunking import chosen_chunk_size
 from lmcache.geometry.fingerprint import geometry_facts
 
 log = logging.getLogger("lmcache.server")
@@ -132,9 +132,7 @@ class Service:
     def _namespace(self, request: Register) -> Namespace:
         geometry, model = request.geometry, request.facts.get("model", "")
         try:
-            if self.config.chunk_size is not None:
-                check_chunk_size(geometry, self.config.chunk_size, model)
-            chunk_size = self.config.chunk_size or default_chunk_size(geometry)
+            chunk_size = chosen_chunk_size(geometry, self.config.chunk_size, model)
             facts = {**request.facts, **geometry_facts(geometry, chunk_size)}
             digest = namespace_digest(facts)
             known = self.cache.namespaces.get(digest)

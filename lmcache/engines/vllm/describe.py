@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
+from lmcache.engines.copying import PageView
 from lmcache.engines.vllm.adapter import ENGINE
 from lmcache.errors import GeometryError
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 
-Bytes = npt.NDArray[np.uint8]
 Classify = Callable[[str, object], GroupKind | None]
 """`PluginManager.classify_kv_spec`."""
 
@@ -44,19 +42,6 @@ class SpecGroup:
     """vLLM names the blocks of its snapshots in each step; their place in the block table says nothing."""
     specs: str = ""
     """vLLM's own words for what is in a page: a fact of the namespace."""
-
-
-@attrs.frozen
-class PageView:
-    """Where the pages of one layer lie in the storage behind its tensor."""
-
-    offset: int
-    """Bytes into the storage at which block 0 starts."""
-    stride: int
-    """Bytes from one block to the next."""
-    page_bytes: int
-    kernel_blocks: int
-    """Blocks of the attention kernel that one block of the block table is made of."""
 
 
 def spec_groups(kv_cache_config: Any, ranks: int, classify: Classify) -> tuple[SpecGroup, ...]:
@@ -246,8 +231,3 @@ def cached_layers(groups: Sequence[SpecGroup], kv_caches: Mapping[str, Any]) -> 
     if missing:
         raise GeometryError(f"vLLM registered no KV cache for layers {missing}", remedy=UNKNOWN_LAYOUT)
     return names
-
-
-def page_array(storage: Bytes, view: PageView, blocks: int) -> Bytes:
-    """A writable view `[blocks, page_bytes]` of the storage's bytes."""
-    return np.ndarray((blocks, view.page_bytes), np.uint8, storage, view.offset, (view.stride, 1))

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmcache.engines.copying import PageView
 from lmcache.engines.unchanged import process_beginning
-from lmcache.engines.vllm.describe import PageView
 from lmcache.engines.weights import BESIDE_MODEL, Weights, certain_weights
 
 log = logging.getLogger(__name__)

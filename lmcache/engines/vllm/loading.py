@@ -13,7 +13,7 @@ from typing import Any
 from lmcache.core.cells import unpack_cells
 from lmcache.core.client import Client, Link
 from lmcache.core.protocol import ErrorCode, Opened
-from lmcache.engines.vllm.copying import CopyPlans, Kernels, ObjectCopier, mapped_arena
+from lmcache.engines.copying import CopyPlans, Kernels, ObjectCopier, mapped_arena
 from lmcache.engines.vllm.orders import NULL_BLOCK, LoadOrder
 from lmcache.errors import GeometryError, LMCacheError, Refused
 from lmcache.geometry.groups import Geometry

@@ -9,20 +9,18 @@ import torch
 import vllm
 
 from lmcache.engines.copy import Copier, Pages
-from lmcache.engines.vllm.copying import Kernels, MakeCopier, NoKernels
+from lmcache.engines.copying import Kernels, MakeCopier, NoKernels, PageView, page_array
+from lmcache.engines.staging import Device, StagedCopier, StagedPages
+from lmcache.engines.storage_bytes import StorageBytes
 from lmcache.engines.vllm.describe import (
-    PageView,
     SpecGroup,
     build_geometry,
     cached_layers,
-    page_array,
     page_view,
     spec_facts,
 )
 from lmcache.engines.vllm.identity import device_facts, namespace_facts, page_facts
 from lmcache.engines.vllm.settings import Settings
-from lmcache.engines.vllm.staging import Device, StagedCopier, StagedPages
-from lmcache.engines.vllm.views import StorageBytes
 from lmcache.errors import ConfigError
 from lmcache.geometry.groups import Geometry
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lmcache.engines.copying import page_array
 from lmcache.engines.vllm.adapter import lmcache_classify_kv_spec
 from lmcache.engines.vllm.describe import (
     PageView,
     build_geometry,
     cached_layers,
     logged_blocks,
-    page_array,
     page_view,
     snapshot_note,
     spec_facts,

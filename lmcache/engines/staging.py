@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lmcache.engines.copy import Bytes
-from lmcache.engines.vllm.describe import PageView
+from lmcache.engines.copying import PageView
 from lmcache.geometry.layout import ObjectLayout
 
 WIDE = 8

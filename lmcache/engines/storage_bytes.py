@@ -1,11 +1,11 @@
-"""The bytes behind vLLM's tensors in memory that the CPU reaches. Imports torch, so only a worker may load it."""
+"""The bytes behind an engine's tensors in memory that the CPU reaches. Imports torch, so only a worker may load it."""
 
 from typing import Any
 
 import numpy as np
 import torch
 
-from lmcache.engines.vllm.describe import Bytes
+from lmcache.engines.copy import Bytes
 
 
 class StorageBytes:

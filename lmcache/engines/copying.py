@@ -1,6 +1,6 @@
 """What stores and loads of a worker share: copiers, a mapped arena, and how to wait for the device.
 
-Imports neither vLLM nor torch.
+For any engine; imports neither an engine nor torch.
 """
 
 import contextlib
@@ -8,12 +8,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import attrs
 import numpy as np
 
 from lmcache.core.client import Link
 from lmcache.engines.copy import Bytes
 from lmcache.geometry.groups import Geometry
 from lmcache.geometry.layout import ObjectLayout, object_layout
+
+
+@attrs.frozen
+class PageView:
+    """Where the pages of one layer lie in the storage behind its tensor."""
+
+    offset: int
+    """Bytes into the storage at which block 0 starts."""
+    stride: int
+    """Bytes from one block to the next."""
+    page_bytes: int
+    kernel_blocks: int = 1
+    """Blocks of the attention kernel that one block of the block table is made of."""
 
 
 class ObjectCopier(Protocol):
@@ -71,6 +85,11 @@ class CopyPlans:
             layout = object_layout(self._geometry.groups[group], link.chunk_size, link.cell_bytes)
             self._made[key] = self._makers[group](layout, link.cell_bytes), layout.cells
         return self._made[key]
+
+
+def page_array(storage: Bytes, view: PageView, blocks: int) -> Bytes:
+    """A writable view `[blocks, page_bytes]` of the storage's bytes."""
+    return np.ndarray((blocks, view.page_bytes), np.uint8, storage, view.offset, (view.stride, 1))
 
 
 @contextlib.contextmanager
