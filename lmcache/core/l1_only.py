@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -53,6 +53,7 @@ class L1Only:
 
     busy = 0
     pause = math.inf
+    memory_comes: Callable[[int], bool]
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache

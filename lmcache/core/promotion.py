@@ -79,12 +79,15 @@ class Promotion:
         fetches: Fetches,
         room: Callable[[], int],
         room_comes: Callable[[], bool],
+        memory_comes: Callable[[int], bool],
         min_speedup: float = 0.0,
     ) -> None:
         """`room`: cells that it may go for, beyond those promised to others and to itself.
 
-        `room_comes` says whether L1 makes room that is not there yet. What reading does not make `min_speedup` times
-        as fast as computing is left to the engine; 0 reads everything.
+        `room_comes` says whether L1 makes room that is not there yet, `memory_comes` whether L1 grows and so many cells
+        have no memory yet: nothing is evicted for want of what is on its way, and no hit is shorter for it.
+
+        What reading does not make `min_speedup` times as fast as computing is left to the engine; 0 reads everything.
         """
         self.id = number
         self.asked = asked
@@ -98,6 +101,7 @@ class Promotion:
         self._fetches = fetches
         self._room = room
         self._room_comes = room_comes
+        self._memory_comes = memory_comes
         self._min_speedup = min_speedup
         self._held: dict[Node, None] = {}
         self._missing: dict[int, int] = {}
@@ -237,7 +241,10 @@ class Promotion:
 
     def pump(self) -> None:
         """Fetch on; freeze the hit when nothing is on its way any more."""
+        space = self.asked.namespace
         while self._plan and not self.over and self._out < AT_ONCE * self._found[self._plan[0]].settings.threads:
+            if self._memory_comes(space.object_cells[space.group_and_shard(self._plan[0][1])[0]]):
+                return  # `pump` is called again
             next_one = self._plan.popleft()
             fetched = self._fetch(*next_one)
             if fetched is None and self._room_comes():

@@ -62,6 +62,8 @@ class Tiering:
         self._min_speedup = min_speedup
         self._saving = Saving(cache, self.tiers)
         self._fetches = Fetches()
+        self.memory_comes: Callable[[int], bool] = _nothing_comes
+        """Whether so many cells have no memory yet, and it is on its way. Set by who puts memory behind the arena."""
         self._promotions: dict[int, Promotion] = {}
         """Those that are under way, and those that are over and were not asked for again yet."""
         if self.tiers:
@@ -106,6 +108,7 @@ class Tiering:
         until = self._clock() + self._deadline_s
         promotion = self._promotions[number] = Promotion(
             *(number, asked, until, self._cache, self.tiers, self._fetches, self._room, self._saving.makes_room),
+            memory_comes=self.memory_comes,
             min_speedup=self._min_speedup,
         )
         promotion.begin()
@@ -190,3 +193,8 @@ class Tiering:
             }
             for tier in self.tiers
         ]
+
+
+def _nothing_comes(_: int) -> bool:
+    """Whether memory is on its way, where all cells have it."""
+    return False

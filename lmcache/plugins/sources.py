@@ -38,6 +38,7 @@ BUILT_IN = (
     "lmcache.plugins.codecs.aes_gcm",
     "lmcache.engines.reference.adapter",
     "lmcache.engines.vllm.adapter",
+    "lmcache.engines.sglang.adapter",
 )
 """Modules of the built-in plugins, by name, so that `plugins` imports no engine package."""
 
