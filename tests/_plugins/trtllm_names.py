@@ -180,7 +180,7 @@ def installed(generation: int) -> Iterator[types.SimpleNamespace]:
             package.__path__ = []
             sys.modules[package.__name__] = package
         top = sys.modules["tensorrt_llm"]
-        top.__version__, top.mpi_rank = f"0.0.{generation}", lambda: process.rank
+        top.__version__, top.mpi_rank = f"1.{generation - 1}.0", lambda: process.rank
         sys.modules[interface.__name__] = interface
         yield types.SimpleNamespace(
             generation=generation, interface=interface, connector=importlib.import_module(CONNECTOR)

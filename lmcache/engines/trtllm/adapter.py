@@ -17,6 +17,8 @@ class TrtllmAdapter(EngineAdapter):
     engine = ENGINE
     module = "lmcache.engines.trtllm.connector"
     distributions = ("tensorrt-llm", "tensorrt_llm")
+    # what was read of the interface is of these; none of them was run
+    supported = ">=1.0,<1.5"
     validation = Validation.SIMULATOR
     status: ClassVar[str] = (
         "simulator-tested, not validated on TensorRT-LLM: four generations of its connector interface, flat pools and "

@@ -11,6 +11,7 @@ from typing import Any
 from lmcache import __version__
 from lmcache.core.client import Client, Engine
 from lmcache.core.protocol import Role
+from lmcache.engines.trtllm.adapter import TrtllmAdapter
 from lmcache.engines.trtllm.checks import check_arguments
 from lmcache.engines.trtllm.interface import engine_version, find_interface, rank_of_process
 from lmcache.engines.trtllm.meeting import meeting_of
@@ -19,6 +20,7 @@ from lmcache.engines.trtllm.registration import Registration, register_flat, reg
 from lmcache.engines.trtllm.scheduler import SchedulerSide
 from lmcache.engines.trtllm.settings import Settings, read_settings
 from lmcache.engines.trtllm.worker import WorkerSide
+from lmcache.engines.versions import warn_of_version
 from lmcache.errors import LoadFailed, ProtocolError
 
 log = logging.getLogger(__name__)
@@ -142,6 +144,7 @@ class LMCacheScheduler(_SCHEDULER):
             "lmcache %s serves TensorRT-LLM %s through %s: simulator-tested, not validated on TensorRT-LLM",
             *(__version__, engine_version(), INTERFACE),
         )
+        warn_of_version(TrtllmAdapter, engine_version())
 
     def _scheduler(self) -> SchedulerSide | None:
         """The half that decides; None until the worker of this process has seen its KV cache."""
