@@ -8,7 +8,6 @@ a token reads is compared with what computing it would give, and every byte that
 
 import concurrent.futures
 import hashlib
-import os
 import pickle
 import time
 import types
@@ -137,8 +136,7 @@ class Executor:
         images: Sequence[tuple[list[int], int, int]] = (),
     ) -> Run:
         request = Request(next(self._numbers), prompt, self.names.generation, salt=salt, lora=lora, images=images)
-        content = f"lora {lora} images {list(images)}"
-        run = Run(request, len(prompt), answer, content, f"{salt} {content}", len(self.toy.groups))
+        run = Run(request, len(prompt), answer, lora, images, f"{salt} {lora}", len(self.toy.groups))
         run.told_blocks = [0] * run.groups
         self.runs.append(run)
         return run
@@ -158,10 +156,11 @@ class Executor:
     def abort(self, run: Run) -> None:
         """The user went away."""
         run.aborted = True
-        if run.admitted:
-            self._end(run)
-        else:
+        if not run.admitted:
             run.done = True
+        elif not (self.layouts and run.waits):
+            self._end(run)
+        # else its load is drained first: older versions have no such care
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -285,7 +284,7 @@ class Executor:
         output = self._output(batch)
         metadata = pickle.dumps(self.scheduler.build_connector_meta(output))
         self.trace.append("build_connector_meta")
-        first = [run for run, _ in batch if run.taken and run.position == run.computed + run.taken and not run.waits]
+        first = [run for run, _ in batch if run.taken and run.position == run.computed + run.taken and not run.loaded]
         stream = Stream()
         for rank in self.ranks:
             rank.worker.bind_connector_meta(pickle.loads(metadata))
@@ -461,14 +460,19 @@ class Executor:
                 rank.reported[what] -= ids
         for run in self.runs:
             if run.number in everywhere["loading"]:
-                run.waits, run.loading, run.loaded = False, False, True
+                self._loaded(run)
             if run.number in everywhere["saving"]:
                 self._free(run)
         for number in everywhere["prefix"]:
             run, start, end = self.reservations.pop(number)
-            run.loaded = run.loaded or run.waits
-            run.waits, run.loading = False, False
             self.scheduler.release_prefix_reservation(run.request, number, start, end)
+            self._loaded(run)
+
+    def _loaded(self, run: Run) -> None:
+        run.loaded = run.loaded or run.waits
+        waited, run.waits, run.loading = run.waits, False, False
+        if waited and run.aborted and not run.saving and not run.done:
+            self._end(run)
 
 
 def _arguments(address: str, toy: Toy, ranks: int, more: dict[str, Any]) -> Any:
@@ -493,5 +497,4 @@ def _arguments(address: str, toy: Toy, ranks: int, more: dict[str, Any]) -> Any:
         "kv_connector_config": types.SimpleNamespace(server_url=address),
         "scheduler_config": types.SimpleNamespace(capacity_scheduler_policy="GUARANTEED_NO_EVICT"),
     }
-    os.environ.setdefault("LMCACHE_WEIGHTS_ID", "toy")
     return types.SimpleNamespace(**values | more)

@@ -6,6 +6,7 @@ and not on a salt.
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
@@ -52,11 +53,16 @@ PLAIN = Toy()
 """Two layers of full attention."""
 
 
-def chain(tokens: tuple[int, ...], content: str) -> list[bytes]:
+Image = tuple[list[int], int, int]
+"""Hash words, first position, length."""
+
+
+def chain(tokens: Sequence[int], lora: int | None, images: Sequence[Image]) -> list[bytes]:
     """What each position knows of all that came before it."""
-    states, state = [], hashlib.blake2b(content.encode(), digest_size=16).digest()
-    for token in tokens:
-        state = hashlib.blake2b(state + token.to_bytes(4, "little"), digest_size=16).digest()
+    states, state = [], hashlib.blake2b(f"{lora}".encode(), digest_size=16).digest()
+    for position, token in enumerate(tokens):
+        seen = [(words, position - start) for words, start, length in images if 0 <= position - start < length]
+        state = hashlib.blake2b(state + f"{token} {seen}".encode(), digest_size=16).digest()
         states.append(state)
     return states
 
