@@ -162,6 +162,14 @@ class Executor:
             self._end(run)
         # else its load is drained first: older versions have no such care
 
+    def replay(self, run: Run) -> None:
+        """It loses its pages, and starts again from the beginning."""
+        self.scheduler.request_reset(run.request)
+        done, self.blocks.reuse = run.done, False
+        self.blocks.free(run, self.pools_of)
+        run.done, run.admitted, run.told, run.told_tokens, run.offered, run.taken = done, False, False, 0, 0, 0
+        run.told_blocks = [0] * run.groups
+
     def close(self) -> None:
         for rank in self.ranks:
             rank.worker.close()
