@@ -14,17 +14,18 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import zmq
 
 from lmcache import __version__
 from lmcache.core.arena import Backer, Mapping, create_segment
-from lmcache.core.blob import BlobStore
+from lmcache.core.cache import Cache
 from lmcache.core.collector import collector_off
 from lmcache.core.config import ServerConfig
 from lmcache.core.connection import Connection, ConnectionEnded
 from lmcache.core.control import ServerAddress
+from lmcache.core.l1_only import L1Only
 from lmcache.core.listeners import bind_router, listen
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import (
@@ -49,12 +50,15 @@ from lmcache.core.protocol import (
     decode_request,
     encode,
 )
-from lmcache.core.recording import Recorder
 from lmcache.core.service import HANDLERS, Service, check_version
-from lmcache.core.tier_url import TierSettings
-from lmcache.core.tiering import Tiering
 from lmcache.core.voices import Speakers
 from lmcache.errors import ConfigError, LMCacheError, ProtocolError, Refused
+
+if TYPE_CHECKING:  # most servers neither record nor have tiers, and start without what that takes
+    from lmcache.core.blob import BlobStore
+    from lmcache.core.recording import Recorder
+    from lmcache.core.tier_url import TierSettings
+    from lmcache.core.tiering import Tiering
 
 log = logging.getLogger("lmcache.server")
 
@@ -82,9 +86,9 @@ class Server:
         self,
         config: ServerConfig,
         policy: EvictionPolicy,
-        recorder: Recorder | None = None,
+        recorder: "Recorder | None" = None,
         speakers: Speakers | None = None,
-        tiers: Sequence[tuple[BlobStore, TierSettings]] = (),
+        tiers: "Sequence[tuple[BlobStore, TierSettings]]" = (),
     ) -> None:
         config.check_memory()
         self.config = config
@@ -114,9 +118,9 @@ class Server:
         self,
         opened: contextlib.ExitStack,
         policy: EvictionPolicy,
-        recorder: Recorder | None,
+        recorder: "Recorder | None",
         speakers: Speakers | None,
-        tiers: Sequence[tuple[BlobStore, TierSettings]],
+        tiers: "Sequence[tuple[BlobStore, TierSettings]]",
     ) -> None:
         config = self.config
         self._router, self.port = opened.enter_context(bind_router(config.host, config.port))
@@ -138,11 +142,7 @@ class Server:
             first_id=int.from_bytes(os.urandom(5), "little") << 20,
             recorder=recorder,
             speakers=speakers,
-            make_tiering=lambda cache: Tiering(
-                *(cache, tiers, functools.partial(mapping.pieces, config.cell_bytes), self.wake),
-                deadline_s=config.l2_deadline_s,
-                min_speedup=config.l2_min_speedup,
-            ),
+            make_tiering=functools.partial(self._tiering, tiers, mapping) if tiers else L1Only,
         )
         # before the mapping is closed: until then their calls may read and write there
         opened.callback(self.service.tiering.close)
@@ -150,6 +150,15 @@ class Server:
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._woken)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._router.fileno(), selectors.EVENT_READ, _nothing)
+
+    def _tiering(self, tiers: "Sequence[tuple[BlobStore, TierSettings]]", mapping: Mapping, cache: Cache) -> "Tiering":
+        from lmcache.core.tiering import Tiering
+
+        return Tiering(
+            *(cache, tiers, functools.partial(mapping.pieces, self.config.cell_bytes), self.wake),
+            deadline_s=self.config.l2_deadline_s,
+            min_speedup=self.config.l2_min_speedup,
+        )
 
     @property
     def address(self) -> str:
