@@ -1,14 +1,10 @@
 """The simulated engine's surroundings: a generation of its interface, a server, and settings."""
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from trtllm_names import installed
-
-if importlib.util.find_spec("torch") is None:
-    collect_ignore_glob = ["test_trtllm_*.py"]
 
 
 @pytest.fixture(autouse=True)

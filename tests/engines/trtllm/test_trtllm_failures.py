@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="the simulated KV caches are torch tensors")
+
 from trtllm_executor import Executor
 from trtllm_model import LayerGroup, Toy
 from trtllm_names import FLAT, LAYOUTS, RESERVATIONS, SALTED
+from trtllm_requests import Run
 from trtllm_stand import BLOCK, CHUNK, TrtllmServer, fresh
 
 from lmcache.errors import LoadFailed
@@ -172,11 +176,16 @@ def test_a_server_that_dies_between_the_answer_and_the_load_is_raised(
         assert run.taken == 3 * CHUNK
         faulty.kill()
         with pytest.raises(LoadFailed, match="start the engine again"):
-            engine._run_batch([] if run.waits else [(run, engine._tokens_of(run))])
-            for _ in range(500):
-                engine.step()
+            go_on(engine, run)
     finally:
         engine.close()
+
+
+def go_on(engine: Executor, run: Run) -> None:
+    """The steps after a request was admitted."""
+    engine._run_batch([] if run.waits else [(run, engine._tokens_of(run))])
+    for _ in range(500):
+        engine.step()
 
 
 @oldest

@@ -3,6 +3,9 @@
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="the simulated KV caches are torch tensors")
+
 from trtllm_model import LayerGroup, Toy
 from trtllm_names import FLAT, LAYOUTS, SALTED
 from trtllm_stand import BLOCK, CHUNK, TrtllmServer, fresh, prompt

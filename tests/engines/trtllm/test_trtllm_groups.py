@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="the simulated KV caches are torch tensors")
+
 from trtllm_model import LayerGroup, Toy
 from trtllm_names import LAYOUTS, RESERVATIONS
 from trtllm_stand import BLOCK, CHUNK, TrtllmServer, fresh
