@@ -146,9 +146,18 @@ class Adapters(_FromCode):
         """A table with a row for each adapter."""
         from lmcache.plugins.manager import PluginManager
 
-        manager = PluginManager()
-        names = [name for plugin in manager.describe() for name in plugin.adapters]
-        return _table(("engine", "status"), ((f"`{n}`", _sentence(manager.find_adapter(n).status)) for n in names))
+        return _table(
+            ("engine", "versions", "validation", "what was validated"),
+            (
+                (
+                    f"`{each.engine}`",
+                    f"`{each.supported}`" if each.supported else "–",
+                    str(each.validation),
+                    _sentence(each.status),
+                )
+                for each in PluginManager().adapters()
+            ),
+        )
 
 
 class TierOptions(_FromCode):

@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = {
     "wait-idle": "Wait until no store is in flight on a server.",
     "keys": "Make keys for a server and its clients on other hosts.",
     "plugins": "List plugins, and what each brings.",
+    "engines": "List engines: versions found and supported, what was validated.",
     "tier": "List, verify and repair what a storage tier holds.",
     "demo": "Run the main job once, cold and cache-served side by side.",
     "geometry": "Explain a model's KV groups, chunk sizes and what they store.",

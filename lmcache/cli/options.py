@@ -1,6 +1,5 @@
 """Options that several commands share, and kinds of values that click does not know."""
 
-import difflib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -149,5 +148,7 @@ plugin_names = click.option(
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
     """`did you mean …?` for a misspelt name; empty if nothing is near."""
+    import difflib  # for somebody who has mistyped
+
     near = difflib.get_close_matches(wrong, list(known), n=1)
     return f"did you mean {near[0]}?" if near else ""

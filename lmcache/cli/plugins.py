@@ -14,7 +14,8 @@ def plugins(plugin_names: tuple[str, ...], as_json: bool) -> None:
 
     from lmcache.plugins.manager import PluginDescription, PluginManager
 
-    found: list[PluginDescription] = PluginManager(plugin_names).describe()
+    manager = PluginManager(plugin_names)
+    found: list[PluginDescription] = manager.describe()
     if as_json:
         import json
 
@@ -28,7 +29,7 @@ def plugins(plugin_names: tuple[str, ...], as_json: bool) -> None:
             ("retention policies", each.retention),
             ("storage tiers", each.tiers),
             ("codecs", each.codecs),
-            ("engines", each.adapters),
+            ("engines", [f"{name} ({manager.find_adapter(name).validation})" for name in each.adapters]),
             ("hooks", each.hooks),
         ):
             if names:

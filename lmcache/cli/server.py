@@ -1,5 +1,6 @@
 """`lmcache server`: builds the server from flags and plugins, and runs it until it is told to stop."""
 
+import contextlib
 import os
 import signal
 from types import FrameType
@@ -22,6 +23,7 @@ from lmcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache.core.config import ServerConfig
+    from lmcache.core.recording import Recorder
     from lmcache.core.server import Server
     from lmcache.plugins.manager import PluginManager
 
@@ -263,7 +265,6 @@ class Chosen:
 
 
 def _serve(config: "ServerConfig", chosen: Chosen, record: str | None, record_bytes: int) -> None:
-    from lmcache.core.recording import recording
     from lmcache.core.server import Server
     from lmcache.plugins.manager import PluginManager
 
@@ -271,12 +272,22 @@ def _serve(config: "ServerConfig", chosen: Chosen, record: str | None, record_by
     policy = plugins.make_policy(chosen.eviction)
     speakers = plugins.make_speakers(chosen.admission, chosen.retention)
     about = {"policy": policy.name, "cells": config.cells, "cell_bytes": config.cell_bytes}
-    with recording(record, record_bytes, about) as recorder:
+    with _recording(record, record_bytes, about) as recorder:
         tiers = [(tier.blobs, tier.settings) for tier in map(plugins.open_tier, chosen.tiers)]
         running = Server(config, policy, recorder, speakers, tiers)
         _stop_on_signals(running)
         click.echo(_ready_line(running, policy.name))
         _run(running, plugins)
+
+
+def _recording(
+    path: str | None, limit_bytes: int, about: dict[str, object]
+) -> "contextlib.AbstractContextManager[Recorder | None]":
+    if path is None:
+        return contextlib.nullcontext()
+    from lmcache.core.recording import recording
+
+    return recording(path, limit_bytes, about)
 
 
 def _run(running: "Server", plugins: "PluginManager") -> None:

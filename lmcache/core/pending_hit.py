@@ -41,3 +41,17 @@ class PendingHit:
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
             self._pending = self._ask_again(found.ticket)
         return found
+
+    def wait_at_most(self, seconds: float) -> Found | None:
+        """As `wait`, but None where the tiers take longer than that; they go on, and `poll` tells how it ended.
+
+        The server's first answer is waited for as long as any: it comes at once, or the link breaks.
+        """
+        end = time.monotonic() + seconds
+        while (found := self._pending.wait()).again:
+            if time.monotonic() + self._pause > end:
+                return None
+            time.sleep(self._pause)
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+            self._pending = self._ask_again(found.ticket)
+        return found

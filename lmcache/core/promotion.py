@@ -3,33 +3,16 @@
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
-import attrs
-
 from lmcache.core.cache import Cache, Reservation, Ticket
 from lmcache.core.cells import unpack_cells
-from lmcache.core.hints import Hints
 from lmcache.core.index import Namespace, Node
 from lmcache.core.keys import ChainHash
+from lmcache.core.l1_only import Asked
 from lmcache.core.tier_in_use import TierInUse
 from lmcache.geometry.hits import Hit, longest_hit
 
 AT_ONCE = 2
 """Shards that one promotion fetches at once, for each thread of a tier: so that several promotions share it."""
-
-
-@attrs.frozen
-class Asked:
-    """What a lookup asked."""
-
-    owner: int
-    namespace: Namespace
-    hashes: Sequence[ChainHash]
-    limit: int
-    """Tokens that the hit may cover at most."""
-    tenant: str
-    hints: Hints
-    prefill_speed: float = 0.0
-    """Tokens a second that the engine computes; 0 if it does not say."""
 
 
 class Fetches:
@@ -96,12 +79,15 @@ class Promotion:
         fetches: Fetches,
         room: Callable[[], int],
         room_comes: Callable[[], bool],
+        memory_comes: Callable[[int], bool],
         min_speedup: float = 0.0,
     ) -> None:
         """`room`: cells that it may go for, beyond those promised to others and to itself.
 
-        `room_comes` says whether L1 makes room that is not there yet. What reading does not make `min_speedup` times
-        as fast as computing is left to the engine; 0 reads everything.
+        `room_comes` says whether L1 makes room that is not there yet, `memory_comes` whether L1 grows and so many cells
+        have no memory yet: nothing is evicted for want of what is on its way, and no hit is shorter for it.
+
+        What reading does not make `min_speedup` times as fast as computing is left to the engine; 0 reads everything.
         """
         self.id = number
         self.asked = asked
@@ -115,6 +101,7 @@ class Promotion:
         self._fetches = fetches
         self._room = room
         self._room_comes = room_comes
+        self._memory_comes = memory_comes
         self._min_speedup = min_speedup
         self._held: dict[Node, None] = {}
         self._missing: dict[int, int] = {}
@@ -254,7 +241,10 @@ class Promotion:
 
     def pump(self) -> None:
         """Fetch on; freeze the hit when nothing is on its way any more."""
+        space = self.asked.namespace
         while self._plan and not self.over and self._out < AT_ONCE * self._found[self._plan[0]].settings.threads:
+            if self._memory_comes(space.object_cells[space.group_and_shard(self._plan[0][1])[0]]):
+                return  # `pump` is called again
             next_one = self._plan.popleft()
             fetched = self._fetch(*next_one)
             if fetched is None and self._room_comes():

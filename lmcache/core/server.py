@@ -21,11 +21,12 @@ import zmq
 
 from lmcache import __version__
 from lmcache.core.arena import Backer, Mapping, create_segment
-from lmcache.core.blob import BlobStore
+from lmcache.core.cache import Cache
 from lmcache.core.collector import collector_off
 from lmcache.core.config import ServerConfig
 from lmcache.core.connection import Connection, ConnectionEnded
 from lmcache.core.control import ServerAddress
+from lmcache.core.l1_only import L1Only
 from lmcache.core.listeners import bind_router, listen
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import (
@@ -50,16 +51,17 @@ from lmcache.core.protocol import (
     decode_request,
     encode,
 )
-from lmcache.core.recording import Recorder
 from lmcache.core.service import HANDLERS, Service, check_version
-from lmcache.core.tier_url import TierSettings
-from lmcache.core.tiering import Tiering
 from lmcache.core.voices import Speakers
 from lmcache.errors import ConfigError, LMCacheError, ProtocolError, Refused
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # most servers neither record nor have tiers or keys, and start without what that takes
+    from lmcache.core.blob import BlobStore
     from lmcache.core.curve import ServerKeys
     from lmcache.core.gateway import Gateway
+    from lmcache.core.recording import Recorder
+    from lmcache.core.tier_url import TierSettings
+    from lmcache.core.tiering import Tiering
 
 log = logging.getLogger("lmcache.server")
 
@@ -87,9 +89,9 @@ class Server:
         self,
         config: ServerConfig,
         policy: EvictionPolicy,
-        recorder: Recorder | None = None,
+        recorder: "Recorder | None" = None,
         speakers: Speakers | None = None,
-        tiers: Sequence[tuple[BlobStore, TierSettings]] = (),
+        tiers: "Sequence[tuple[BlobStore, TierSettings]]" = (),
     ) -> None:
         config.check_memory()
         self.config = config
@@ -121,9 +123,9 @@ class Server:
         self,
         opened: contextlib.ExitStack,
         policy: EvictionPolicy,
-        recorder: Recorder | None,
+        recorder: "Recorder | None",
         speakers: Speakers | None,
-        tiers: Sequence[tuple[BlobStore, TierSettings]],
+        tiers: "Sequence[tuple[BlobStore, TierSettings]]",
     ) -> None:
         config = self.config
         keys = _server_keys(config)
@@ -146,11 +148,7 @@ class Server:
             first_id=int.from_bytes(os.urandom(5), "little") << 20,
             recorder=recorder,
             speakers=speakers,
-            make_tiering=lambda cache: Tiering(
-                *(cache, tiers, functools.partial(mapping.pieces, config.cell_bytes), self.wake),
-                deadline_s=config.l2_deadline_s,
-                min_speedup=config.l2_min_speedup,
-            ),
+            make_tiering=functools.partial(self._tiering, tiers, mapping) if tiers else L1Only,
         )
         # before the mapping is closed: until then their calls may read and write there
         opened.callback(self.service.tiering.close)
@@ -177,6 +175,15 @@ class Server:
     def bulk_port(self) -> int:
         """TCP port of the bulk channel; 0 where there is none."""
         return self._gateway.port if self._gateway else 0
+
+    def _tiering(self, tiers: "Sequence[tuple[BlobStore, TierSettings]]", mapping: Mapping, cache: Cache) -> "Tiering":
+        from lmcache.core.tiering import Tiering
+
+        return Tiering(
+            *(cache, tiers, functools.partial(mapping.pieces, self.config.cell_bytes), self.wake),
+            deadline_s=self.config.l2_deadline_s,
+            min_speedup=self.config.l2_min_speedup,
+        )
 
     @property
     def address(self) -> str:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmcache import __version__
 from lmcache.core.arena import Backer
@@ -17,8 +17,8 @@ from lmcache.core.config import ServerConfig
 from lmcache.core.connection import Connection
 from lmcache.core.index import Namespace
 from lmcache.core.keys import HASH_BYTES, namespace_digest, split_hashes
+from lmcache.core.l1_only import Answer, Asked, L1Only
 from lmcache.core.policy import EvictionPolicy
-from lmcache.core.promotion import Asked
 from lmcache.core.protocol import (
     PROTOCOL,
     Abort,
@@ -42,12 +42,14 @@ from lmcache.core.protocol import (
     Role,
     Unpin,
 )
-from lmcache.core.recording import Recorder
-from lmcache.core.tiering import Answer, Tiering
 from lmcache.core.voices import Speakers
 from lmcache.errors import GeometryError, Refused
-from lmcache.geometry.chunking import check_chunk_size, default_chunk_size
+from lmcache.geometry.chunking import chosen_chunk_size
 from lmcache.geometry.fingerprint import geometry_facts
+
+if TYPE_CHECKING:  # most servers neither record nor have tiers, and start without what that takes
+    from lmcache.core.recording import Recorder
+    from lmcache.core.tiering import Tiering
 
 log = logging.getLogger("lmcache.server")
 
@@ -80,9 +82,9 @@ class Service:
         backer: Backer,
         epoch: str,
         first_id: int,
-        recorder: Recorder | None = None,
+        recorder: "Recorder | None" = None,
         speakers: Speakers | None = None,
-        make_tiering: Callable[[Cache], Tiering] = Tiering,
+        make_tiering: "Callable[[Cache], Tiering | L1Only]" = L1Only,
     ) -> None:
         self.config = config
         self.epoch = epoch
@@ -93,6 +95,7 @@ class Service:
             first_id=first_id,
         )
         self.tiering = make_tiering(self.cache)
+        self.tiering.memory_comes = self._memory_comes
         self._backer = backer
         self._recorder = recorder
         self._unrecorded = 0
@@ -131,9 +134,7 @@ class Service:
     def _namespace(self, request: Register) -> Namespace:
         geometry, model = request.geometry, request.facts.get("model", "")
         try:
-            if self.config.chunk_size is not None:
-                check_chunk_size(geometry, self.config.chunk_size, model)
-            chunk_size = self.config.chunk_size or default_chunk_size(geometry)
+            chunk_size = chosen_chunk_size(geometry, self.config.chunk_size, model)
             facts = {**request.facts, **geometry_facts(geometry, chunk_size)}
             digest = namespace_digest(facts)
             known = self.cache.namespaces.get(digest)
@@ -306,6 +307,12 @@ class Service:
     def keep_ahead(self) -> None:
         """Have memory put behind the arena before it is needed."""
         self._grow(AHEAD_BYTES // self.config.cell_bytes)
+
+    def _memory_comes(self, cells: int) -> bool:
+        """Whether so many cells are not free yet and will be; what is read after them has memory asked for, too."""
+        comes = self._grow(cells)
+        self.keep_ahead()
+        return comes
 
     def _grow(self, free_cells: int) -> bool:
         """Ask for memory until `free_cells` are free; True when that is not so yet and more is on its way."""

@@ -65,6 +65,20 @@ def _allowed_sizes(geometry: Geometry, wish: int) -> str:
     return ", ".join(map(str, sorted(sizes))) + "…"
 
 
+def chosen_chunk_size(geometry: Geometry, wish: int | None, model: str = "") -> int:
+    """Tokens per chunk of an engine that registers: its own where its keys come by that many, else the server's.
+
+    `wish` is what the server was started with, and strict for every engine that has a choice; None takes the default.
+    Raises GeometryError as `check_chunk_size` does.
+    """
+    if geometry.own_chunk:
+        return geometry.own_chunk
+    if wish is None:
+        return default_chunk_size(geometry)
+    check_chunk_size(geometry, wish, model)
+    return wish
+
+
 def default_chunk_size(geometry: Geometry) -> int:
     """Tokens per chunk where nobody asks for a size: 256, rounded up to what every group allows.
 

@@ -105,6 +105,8 @@ class Geometry:
     """Worker processes that each hold one shard of every group."""
     hit_alignment: int = 0
     """Hits must end on multiples of this many tokens. 0 takes the least common multiple of the block sizes."""
+    own_chunk: int = 0
+    """Tokens of a chunk, where the engine's keys come ready-made for that many; 0 leaves the size to the server."""
 
     def __attrs_post_init__(self) -> None:
         if not any(group.cached for group in self.groups):
@@ -119,7 +121,7 @@ class Geometry:
                 f"a geometry of {layers} layers and {shards} shards",
                 remedy=f"give at most {MAX_LAYERS} layers and {MAX_SHARDS} shards",
             )
-        if max(self.block_multiple, self.hit_alignment, *(g.window for g in self.groups)) > MAX_TOKENS:
+        if max(self.block_multiple, self.hit_alignment, self.own_chunk, *(g.window for g in self.groups)) > MAX_TOKENS:
             raise GeometryError(
                 "blocks, windows or an alignment of millions of tokens", remedy=f"give at most {MAX_TOKENS} tokens"
             )
@@ -134,6 +136,12 @@ class Geometry:
         if self.hit_alignment < 0 or (self.hit_alignment and self.hit_alignment % self.block_multiple):
             raise GeometryError(
                 f"hits aligned to {self.hit_alignment} tokens do not end at block ends of every KV group",
+                remedy=f"use a multiple of {self.block_multiple}",
+            )
+
+        if self.own_chunk < 0 or self.own_chunk % self.block_multiple:
+            raise GeometryError(
+                f"chunks of {self.own_chunk} tokens do not end at block ends of every KV group",
                 remedy=f"use a multiple of {self.block_multiple}",
             )
 

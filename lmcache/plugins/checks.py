@@ -6,7 +6,9 @@ from collections.abc import Mapping
 import pluggy
 
 from lmcache.core import hookspecs
-from lmcache.errors import PluginError
+from lmcache.core.adapter import EngineAdapter
+from lmcache.core.versions import VersionRange
+from lmcache.errors import ConfigError, PluginError
 from lmcache.plugins.sources import Source, suggestion
 
 PREFIX = f"{hookspecs.PROJECT}_"
@@ -56,3 +58,20 @@ def _check_hook(source: Source, hook: str, arguments: tuple[str, ...], options: 
             f"{source} wants {', '.join(unknown)} from {hook}",
             remedy=f"take some or all of the arguments that it has: {hook}({', '.join(HOOKS[hook])})",
         )
+
+
+def check_adapter(adapter: type[EngineAdapter]) -> None:
+    """Refuse an adapter that does not say what `lmcache engines` prints of it."""
+    where = f"the engine adapter {adapter.__module__}.{adapter.__qualname__}"
+    missing = [name for name in ("module", "status") if not getattr(adapter, name, "")]
+    if adapter.distributions and not adapter.supported:
+        missing.append("supported")
+    if missing:
+        raise PluginError(
+            f"{where} does not say its {' and '.join(missing)}",
+            remedy="set the class attributes that lmcache.core.adapter.EngineAdapter describes",
+        )
+    try:
+        VersionRange.parse(adapter.supported)
+    except ConfigError as error:
+        raise PluginError(f"{where}: supported is {error.args[0]}", remedy=error.remedy) from error

@@ -20,13 +20,14 @@ from lmcache.core.tier import StorageTier
 from lmcache.core.voices import Speakers
 from lmcache.errors import PluginError
 from lmcache.geometry.groups import GroupKind
-from lmcache.plugins.checks import HOOKS, check_plugin
+from lmcache.plugins.checks import HOOKS, check_adapter, check_plugin
 from lmcache.plugins.offers import Offers
-from lmcache.plugins.opening import OpenedTier, open_tier
 from lmcache.plugins.sources import BLOCK, Origin, Source, announced, built_in, chosen, suggestion
 
-if TYPE_CHECKING:  # only `cli` imports click
+if TYPE_CHECKING:  # only `cli` imports click, and most servers open no tier
     import click
+
+    from lmcache.plugins.opening import OpenedTier
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ class PluginManager:
         self._collect("lmcache_register_storage_tiers", self._tiers)
         self._collect("lmcache_register_codecs", self._codecs)
         self._collect("lmcache_register_engine_adapters", self._adapters)
+        for adapter in self.adapters():
+            check_adapter(adapter)
 
     # ------------------------------------------------------------------------------------------------------ looking up
 
@@ -101,8 +104,10 @@ class PluginManager:
             tuple(_made("retention", name, self._retention.find(name)) for name in dict.fromkeys(retention)),
         )
 
-    def open_tier(self, url: str) -> OpenedTier:
+    def open_tier(self, url: str) -> "OpenedTier":
         """Open the tier that `--l2 url` names. Raises ConfigError (PluginError for a scheme or codec nobody offers)."""
+        from lmcache.plugins.opening import open_tier
+
         return open_tier(url, self._tiers, self._codecs)
 
     def find_tier(self, scheme: str) -> type[StorageTier]:
@@ -112,6 +117,10 @@ class PluginManager:
     def find_adapter(self, engine: str) -> type[EngineAdapter]:
         """The adapter of an engine, case ignored; PluginError lists the known ones."""
         return self._adapters.find(engine)
+
+    def adapters(self) -> list[type[EngineAdapter]]:
+        """The adapters of all engines, in the order in which their plugins were loaded."""
+        return [self._adapters.find(name) for name in self._adapters.names()]
 
     def policies(self) -> tuple[str, ...]:
         """What can be written after `--eviction-policy`, as the plugins spell it."""

@@ -125,3 +125,4 @@ def test_plugins_lists_what_each_brings(lmcache) -> None:
         "adapters": [],
     }
     assert by_name["lmcache.engines.vllm.adapter"]["adapters"] == ["vllm"]
+    assert by_name["lmcache.engines.sglang.adapter"]["adapters"] == ["sglang"]

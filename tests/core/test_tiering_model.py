@@ -150,6 +150,24 @@ def test_promotions_together_take_no_more_than_their_share_however_many_search_a
     assert tokens(model) == [16]
 
 
+def test_a_hit_waits_for_memory_that_is_on_its_way_and_has_nothing_evicted_for_it() -> None:
+    model = stored(WHOLE)
+    memory_is_on_its_way, wanted = [True], []
+    model.tiering.memory_comes = lambda cells: bool(wanted.append(cells)) or bool(memory_is_on_its_way)
+    model.look_up_all(owner=0, space=0, path=WHOLE)
+    model.run_all("works")
+    model.later(DEADLINE / 2)
+    assert (model.fetching, model.cache.allocator.used, set(wanted)) == ({}, 0, {1})
+    assert not model.tiering._promotions[min(model.pending)].over
+
+    memory_is_on_its_way.clear()
+    model.tick()
+    model.all_calls_return("works")
+    check(model)
+    assert tokens(model) == [16]
+    model.teardown()
+
+
 def test_what_is_in_l1_is_held_for_searches_only_as_far_as_promotions_may_go() -> None:
     model = stored(WHOLE, ANOTHER, cells=8)
     model.store_all(owner=0, space=0, path=WHOLE[:3])

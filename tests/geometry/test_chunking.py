@@ -3,7 +3,14 @@
 import pytest
 
 from lmcache.errors import GeometryError
-from lmcache.geometry.chunking import cached_tokens, check_chunk_size, default_chunk_size, kept_blocks, kept_span
+from lmcache.geometry.chunking import (
+    cached_tokens,
+    check_chunk_size,
+    chosen_chunk_size,
+    default_chunk_size,
+    kept_blocks,
+    kept_span,
+)
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 
 SCRATCH = KVGroup(GroupKind.SCRATCH, 0, ())
@@ -129,3 +136,20 @@ def test_kept_blocks_end_with_their_chunk():
     assert kept_span(group(GroupKind.SLIDING_WINDOW, 16, 1000), 256, 1) == range(16, 32)
     assert kept_span(group(GroupKind.RECURRENT, 128), 256, 2) == range(5, 6)
     assert not kept_span(SCRATCH, 256, 2)
+
+
+def test_an_engine_whose_keys_come_by_pages_keeps_chunks_of_a_page_whatever_the_server_was_told():
+    pages = Geometry((full(16),), own_chunk=16)
+
+    assert chosen_chunk_size(pages, None) == 16
+    assert chosen_chunk_size(pages, 256) == 16
+    assert chosen_chunk_size(pages, 100) == 16
+    assert chosen_chunk_size(Geometry((full(16),)), None) == 256
+    assert chosen_chunk_size(Geometry((full(16),)), 64) == 64
+    with pytest.raises(GeometryError, match="chunk size 100 is not a multiple of 16"):
+        chosen_chunk_size(Geometry((full(16),)), 100)
+
+
+def test_an_engine_s_own_chunks_end_at_block_ends():
+    with pytest.raises(GeometryError, match="chunks of 24 tokens do not end at block ends of every KV group"):
+        Geometry((full(16),), own_chunk=24)

@@ -1,6 +1,6 @@
 """What others may know of the reference engine's adapter. Imports no NumPy, so that any process can list it."""
 
-from lmcache.core.adapter import EngineAdapter
+from lmcache.core.adapter import EngineAdapter, Validation
 from lmcache.core.hookspecs import hookimpl
 
 
@@ -9,7 +9,8 @@ class ReferenceAdapter(EngineAdapter):
 
     engine = "reference"
     module = "lmcache.engines.reference.engine"
-    status = "Runs wherever Python and NumPy do: proof, demo and test bench for every kind of KV group."
+    validation = Validation.ENGINE
+    status = "runs wherever Python and NumPy do: proof, demo and test bench for every kind of KV group."
 
 
 @hookimpl

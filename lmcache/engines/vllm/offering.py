@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from lmcache.core.keys import HASH_BYTES
-from lmcache.engines.vllm.orders import NULL_BLOCK, StoreOrder
+from lmcache.engines.storing import StoreOrder
+from lmcache.engines.vllm.orders import NULL_BLOCK
 from lmcache.engines.vllm.tracked import BlockTable, SchedulerLink, Tracked
 from lmcache.geometry.chunking import kept_blocks, kept_span
 from lmcache.geometry.groups import Geometry, KVGroup

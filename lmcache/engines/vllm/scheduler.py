@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from lmcache.engines.storing import StoreOrder
 from lmcache.engines.vllm.content import EngineRequest, NeverCached, content_of
 from lmcache.engines.vllm.lora import LoraBook
 from lmcache.engines.vllm.offering import Offering, Snapshot
-from lmcache.engines.vllm.orders import LoadOrder, StepOrders, StoreOrder
+from lmcache.engines.vllm.orders import LoadOrder, StepOrders
 from lmcache.engines.vllm.speed import PrefillSpeed
 from lmcache.engines.vllm.tracked import (
     Askable,

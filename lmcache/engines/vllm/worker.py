@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from lmcache.core.client import Client
 from lmcache.engines.copying import CopyPlans, Kernels, MakeCopier, NoKernels
+from lmcache.engines.storing import StoreOrder, Storer
 from lmcache.engines.vllm.loading import Loader
-from lmcache.engines.vllm.orders import LoadOrder, StoreOrder
-from lmcache.engines.vllm.storing import Storer
+from lmcache.engines.vllm.orders import NULL_BLOCK, LoadOrder
 from lmcache.geometry.groups import Geometry
 
 
@@ -27,7 +27,7 @@ class WorkerSide:
         kernels = kernels or NoKernels()
         self._client = client
         self._loader = Loader(client, geometry, CopyPlans(geometry, makers), kernels)
-        self._storer = Storer(client, geometry, rank, CopyPlans(geometry, makers), kernels)
+        self._storer = Storer(client, geometry, rank, CopyPlans(geometry, makers), kernels, no_block=NULL_BLOCK)
 
     def load(self, orders: Iterable[LoadOrder]) -> None:
         """Begin loads; called after the step's forward pass was submitted."""

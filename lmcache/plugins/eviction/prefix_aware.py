@@ -16,7 +16,15 @@ from lmcache.plugins.eviction.returns import BINS, Life, Returns, bin_of
 USES = (1, 2, 3, 4, 8, 16)
 """Chunks used as often, from one of these to the next, are of one kind: popularity counts by its order of magnitude."""
 
+MOST_USES = USES[-1]
+"""Nobody counts any further: what is used more often is of the same kind."""
+
 KINDS = 2 * len(USES)
+
+KIND_OF = tuple(
+    tuple(bisect_right(USES, uses) - 1 + len(USES) * tail for uses in range(MOST_USES + 1)) for tail in (False, True)
+)
+"""By whether it is a prompt's tail, then by its uses: looked up for every chunk of every prompt."""
 
 GHOSTS = 4
 """Chunks that are remembered for each one that is cached: what pauses longer than it stays must be seen to return."""
@@ -43,10 +51,6 @@ class Place(Life):
     followers: int = 0
     """Known nodes of which it is the parent."""
 
-    def classify(self) -> None:
-        """Say what kind of life begins."""
-        self.kind = bisect_right(USES, self.uses) - 1 + len(USES) * self.tail
-
 
 class PrefixAware(EvictionPolicy):
     """Evicts the leaf from which fewest hits can be expected for the time that it would stay, weighted by their cost.
@@ -70,6 +74,7 @@ class PrefixAware(EvictionPolicy):
 
     def __init__(self) -> None:
         self._returns = Returns(KINDS)
+        self._worths = self._returns.worth()
         self._leaves: list[dict[tuple[int, int], NodeQueue]] = [{} for _ in range(BINS)]
         """By bin of age; then by kind and priority, as far as there ever were any."""
         self._trunks = NodeQueue()
@@ -82,9 +87,9 @@ class PrefixAware(EvictionPolicy):
         returns, place = self._returns, Place()
         known: Place | None = self._ghosts.pop(node.key)
         if known:
-            returns.end(known)
-            place.uses = known.uses + 1
-        place.classify()
+            returns.end((known,))
+            place.uses = min(known.uses + 1, MOST_USES)
+        place.kind = KIND_OF[False][place.uses]
         place.since = returns.now
         place.priority = node.priority
         self._queue(place, 0).append(node, place)
@@ -99,18 +104,18 @@ class PrefixAware(EvictionPolicy):
     def touch(self, nodes: Sequence[ChunkNode]) -> None:
         """A use ends one life of each node and begins another; so does a store, for what it stored."""
         stored = self._arrivals.settle(nodes)
-        self._returns.now += len(stored or nodes)
+        begun = stored or nodes
+        places: list[Place] = [node.policy_state.mark for node in begun]
+        self._returns.now += len(begun)
         if stored:
-            for number, node in enumerate(stored):
-                self._begin(node, tail=number == 0)
+            for place in places:
+                place.tail = False
+            places[0].tail = True
             for node in nodes[len(stored) : len(stored) + 1]:
                 node.policy_state.mark.tail = False  # the prompt went on
         else:
-            for node in nodes:
-                place: Place = node.policy_state.mark
-                self._returns.end(place)
-                place.uses += 1
-                self._begin(node, tail=place.tail)
+            self._returns.end(places)
+        self._begin(begun, places, used=not stored)
         self._returns.advance()
 
     def remove(self, node: ChunkNode) -> None:
@@ -131,6 +136,7 @@ class PrefixAware(EvictionPolicy):
     def victims(self) -> Iterator[ChunkNode]:
         """Leaves by worth, the least first; a trunk as soon as all that follows it was named."""
         self._age()
+        self._worths = self._returns.worth()
         line: list[tuple[float, int, int, ChunkNode, Iterator[ChunkNode]]] = []
         for queue in (queue for queues in self._leaves for queue in queues.values()):
             rest = iter(queue)
@@ -154,14 +160,18 @@ class PrefixAware(EvictionPolicy):
                     number += 1
                     heapq.heappush(line, (*self._worth(node.parent), number, node.parent, iter(())))
 
-    def _begin(self, node: ChunkNode, *, tail: bool) -> None:
-        place: Place = node.policy_state.mark
-        place.tail = tail
-        place.classify()
-        self._returns.begin(place)
-        if not place.followers:
-            place.priority = node.priority
-            self._queue(place, 0).move_to_warm_end((node,))
+    def _begin(self, nodes: Sequence[ChunkNode], places: Sequence[Place], *, used: bool) -> None:
+        """A life of each begins. Plain loops, for a long prompt has hundreds of chunks, and is waiting."""
+        for place in places:
+            uses = place.uses
+            if used and uses < MOST_USES:
+                place.uses = uses = uses + 1
+            place.kind = KIND_OF[place.tail][uses]
+        self._returns.begin(places)
+        for node, place in zip(nodes, places, strict=True):
+            if not place.followers:
+                place.priority = node.priority
+                self._queue(place, 0).move_to_warm_end((node,))
 
     def _queue(self, place: Place, number: int) -> NodeQueue:
         queues = self._leaves[number]
@@ -194,7 +204,7 @@ class PrefixAware(EvictionPolicy):
         """Hits to be expected for a place and time, by what they save and what is said of them; then the last use."""
         place: Place = node.policy_state.mark
         age = bin_of(self._returns.now - place.since)
-        hits = self._returns.worth[place.kind][age]
+        hits = self._worths[place.kind][age]
         return hits * (1 + node.depth / DEEP) * HINTED**place.priority, place.since
 
 

@@ -2,7 +2,8 @@
 
 from bisect import bisect_right
 from collections import deque
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import compress, cycle, pairwise
 
 import attrs
 
@@ -15,7 +16,10 @@ BINS = len(EDGES) - 1
 _WIDTHS = [after - before for before, after in pairwise(EDGES)]
 
 SAMPLE = 4
-"""One life in so many is watched, on average; a power of two."""
+"""One life in so many is watched, on average."""
+
+DRAWS = 4093
+"""After so many lives the draws repeat themselves: a prime, so that no length of a prompt falls in with them."""
 
 MEMORY = 20_000
 """Lives that a bin knows at most, before it forgets half: so the model follows the traffic."""
@@ -25,7 +29,7 @@ PRIOR, PRIOR_LIVES = 0.1, 20 / SAMPLE
 worth more, as in LRU, but for the first bin, which is wider than the next."""
 
 REFRESH = 256
-"""Observations between two looks at what one kind is worth."""
+"""Observations after which what one kind is worth is computed anew: each in its turn, and only once somebody asks."""
 
 
 @attrs.define(eq=False)
@@ -35,7 +39,8 @@ class Life:
     kind: int = 0
     since: int = 0
     """Time of the last use."""
-    watched: bool = False
+    watched: dict[int, int] | None = None
+    """By kind, how many of those that began with it, and are watched as it is, have not ended; None if it is not."""
 
 
 def bin_of(age: int) -> int:
@@ -56,33 +61,38 @@ class Returns:
     def __init__(self, kinds: int) -> None:
         self.now = 0
         """Chunks stored or used so far: the policy moves it on."""
-        self.worth = [[0.0] * BINS for _ in range(kinds)]
+        self._worth = [[0.0] * BINS for _ in range(kinds)]
         self._entered = [[0.0] * BINS for _ in range(kinds)]
         self._returned = [[0.0] * BINS for _ in range(kinds)]
-        self._watched: list[deque[tuple[Life, int]]] = [deque() for _ in range(BINS)]
-        self._draw = self._seen = self._due = 0
+        self._watched: list[deque[tuple[int, dict[int, int]]]] = [deque() for _ in range(BINS)]
+        """For each bin, what is in it: lives that began together, by kind, and when they did; the oldest first."""
+        self._draws = cycle(_draws())
+        self._seen = self._appraised = self._due = 0
         for kind in range(kinds):
             self._appraise(kind)
 
-    def begin(self, life: Life) -> None:
-        """`life.kind` was used now."""
-        life.since = self.now
-        # a fixed step would meet prompts of a fixed length always at the same chunk; the same draws in every run
-        self._draw = (self._draw * 0x5851F42D4C957F2D + 1) & 0xFFFFFFFFFFFFFFFF
-        life.watched = not self._draw >> 32 & SAMPLE - 1
-        if life.watched:
-            self._watched[0].append((life, life.since))
-            self._enter(life.kind, 0)
+    def begin(self, lives: Sequence[Life]) -> None:
+        """Chunks, each of `life.kind`, were used now. What they lived before has ended."""
+        now, watched = self.now, dict[int, int]()
+        for life in lives:
+            life.since = now
+        for life in compress(lives, self._draws):
+            life.watched = watched
+            watched[life.kind] = watched.get(life.kind, 0) + 1
+        self._enter(0, now, watched)
 
-    def end(self, life: Life) -> None:
-        """Its chunk was used again."""
-        if life.watched:
-            self._returned[life.kind][bin_of(self.now - life.since)] += 1
-            life.watched = False
+    def end(self, lives: Iterable[Life]) -> None:
+        """Their chunks were used again."""
+        for life in lives:
+            if life.watched is not None:
+                self._returned[life.kind][bin_of(self.now - life.since)] += 1
+                self.forget(life)
 
     def forget(self, life: Life) -> None:
         """Nobody would notice if its chunk were used again."""
-        life.watched = False
+        if life.watched is not None:
+            life.watched[life.kind] -= 1
+            life.watched = None
 
     def advance(self) -> None:
         """Let lives that are old enough enter their next bin."""
@@ -91,22 +101,31 @@ class Returns:
         self._due = self.now + EDGES[1]
         for number, watched in enumerate(self._watched):
             old = self.now - EDGES[number + 1]
-            while watched and watched[0][1] <= old:
-                life, since = watched.popleft()
-                # it may have ended, and begun again, since it came here
-                if life.watched and life.since == since and number + 1 < BINS:
-                    self._watched[number + 1].append((life, since))
-                    self._enter(life.kind, number + 1)
+            while watched and watched[0][0] <= old:
+                since, left = watched.popleft()
+                if number + 1 < BINS:
+                    self._enter(number + 1, since, left)
 
-    def _enter(self, kind: int, number: int) -> None:
-        entered, returned = self._entered[kind], self._returned[kind]
-        entered[number] += 1
-        if entered[number] > MEMORY:
-            entered[number] /= 2
-            returned[number] /= 2
-        self._seen += 1
-        if not self._seen % REFRESH:
-            self._appraise(self._seen // REFRESH % len(self.worth))
+    def _enter(self, number: int, since: int, lives: dict[int, int]) -> None:
+        if not any(lives.values()):
+            return
+        self._watched[number].append((since, lives))
+        for kind, count in lives.items():
+            entered = self._entered[kind]
+            entered[number] += count
+            self._seen += count
+            if entered[number] > MEMORY:
+                entered[number] /= 2
+                self._returned[kind][number] /= 2
+
+    def worth(self) -> list[list[float]]:
+        """By kind, then by bin of age: hits to be expected for a place and a unit of time. As good as `REFRESH`."""
+        # the kinds whose turn has come since, each once; that takes long enough not to be done at every use
+        due = self._seen // REFRESH
+        for turn in range(max(self._appraised, due - len(self._worth)), due):
+            self._appraise((turn + 1) % len(self._worth))
+        self._appraised = due
+        return self._worth
 
     def _appraise(self, kind: int) -> None:
         """Compute `worth` of one kind anew."""
@@ -125,10 +144,25 @@ class Returns:
                 hull.pop()
             hull.append(end)
             # on average, half of the bin that it is in lies behind a chunk
-            start = (time[number] + time[end]) / 2
-            self.worth[kind][number] = max(
-                (hits[stop] - hits[number]) / max(time[stop] - start, 1e-9) for stop in reversed(hull)
-            )
+            start, best = (time[number] + time[end]) / 2, 0.0
+            for stop in reversed(hull):
+                slope = (hits[stop] - hits[number]) / max(time[stop] - start, 1e-9)
+                if slope < best:
+                    break  # the hull is concave: once it falls, it falls for good
+                best = slope
+            self._worth[kind][number] = best
+
+
+def _draws() -> list[bool]:
+    """Who is watched: at random, for a fixed step would meet prompts of a fixed length at the same chunks always.
+
+    The same in every run (D. E. Knuth's MMIX generator).
+    """
+    draws, state = [], 1
+    for _ in range(DRAWS):
+        state = (state * 0x5851F42D4C957F2D + 0x14057B7EF767814F) & 0xFFFFFFFFFFFFFFFF
+        draws.append((state >> 32) % SAMPLE == 0)
+    return draws
 
 
 def _slope(time: list[float], hits: list[float], start: int, stop: int) -> float:

@@ -8,11 +8,29 @@
 
 pytest then runs every test of `EvictionPolicySuite` against `MyPolicy`. They check that it keeps its promises, not that
 its order is a good one: write tests of your own for that, with `make_chain`. `StorageTierSuite` and `CodecSuite` do the
-same for tiers and codecs.
+same for tiers and codecs, and `EngineAdapterTests` for an engine's adapter: it drives your engine, as `EngineUnderTest`
+puts it into words, beside a real server.
 """
 
-from lmcache.plugins.testing.codec import CodecSuite
-from lmcache.plugins.testing.policy import EvictionPolicySuite, FakeNode, make_chain
-from lmcache.plugins.testing.tier import StorageTierSuite
+import pytest
 
-__all__ = ["CodecSuite", "EvictionPolicySuite", "FakeNode", "StorageTierSuite", "make_chain"]
+# before they are imported, so that a failed assertion shows its values
+pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in ("adapter", "codec", "policy", "served", "tier")))
+
+from lmcache.plugins.testing.adapter import EngineAdapterTests  # noqa: E402
+from lmcache.plugins.testing.codec import CodecSuite  # noqa: E402
+from lmcache.plugins.testing.engine import Answer, EngineUnderTest, Weights  # noqa: E402
+from lmcache.plugins.testing.policy import EvictionPolicySuite, FakeNode, make_chain  # noqa: E402
+from lmcache.plugins.testing.tier import StorageTierSuite  # noqa: E402
+
+__all__ = [
+    "Answer",
+    "CodecSuite",
+    "EngineAdapterTests",
+    "EngineUnderTest",
+    "EvictionPolicySuite",
+    "FakeNode",
+    "StorageTierSuite",
+    "Weights",
+    "make_chain",
+]

@@ -26,7 +26,7 @@ from lmcache.engines.staging import StagedCopier, StagedPages
 from lmcache.engines.storage_bytes import StorageBytes
 from lmcache.engines.vllm import register
 from lmcache.engines.vllm.adapter import lmcache_classify_kv_spec as classify
-from lmcache.engines.vllm.checks import check_version
+from lmcache.engines.vllm.checks import check_connector
 from lmcache.engines.vllm.connector import LMCacheMPConnector
 from lmcache.engines.vllm.describe import build_geometry, logged_blocks, page_view, spec_groups
 from lmcache.engines.vllm.registration import without_borrowers
@@ -252,8 +252,8 @@ def a_layer_that_reads_the_pages_of_another_is_left_out() -> None:
 
 
 def another_vllm_is_refused_only_if_it_lacks_what_is_needed() -> None:
-    check_version("0.99.0", LMCacheMPConnector.__mro__)
-    refused(ConfigError, "vLLM 0.11.0 does not offer on_new_request", lambda: check_version("0.11.0", [object]))
+    check_connector("0.99.0", LMCacheMPConnector.__mro__)
+    refused(ConfigError, "vllm 0.11.0 does not offer on_new_request", lambda: check_connector("0.11.0", [object]))
 
 
 def refused(kind: type[Exception], words: str, attempt: Any) -> None:

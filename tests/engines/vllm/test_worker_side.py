@@ -9,7 +9,7 @@ from vllm_stand import ServerProcess
 from worker_stand import BLOCK, BLOCKS, CHUNK, Host, full
 
 from lmcache.core.link import Link
-from lmcache.engines.vllm.orders import StoreOrder
+from lmcache.engines.storing import StoreOrder
 from lmcache.geometry.groups import Geometry
 
 

@@ -195,14 +195,14 @@ def test_what_returns_after_a_pause_is_worth_more_with_time_and_little_when_its_
     pausing = deque()
     for number in range(40_000):
         life = Life()
-        returns.begin(life)
+        returns.begin([life])
         returns.now += 1
         if number % 2:
             pausing.append(life)  # returns 500 later; the others never do
         if len(pausing) > 250:
-            returns.end(pausing.popleft())
+            returns.end([pausing.popleft()])
         returns.advance()
-    young, due, late = (returns.worth[0][bin_of(age)] for age in (0, 400, 2_000))
+    young, due, late = (returns.worth()[0][bin_of(age)] for age in (0, 400, 2_000))
     assert young < due / 2
     assert late < young / 2
 
@@ -211,13 +211,13 @@ def test_of_two_kinds_the_one_that_returns_is_worth_more():
     returns = Returns(2)
     for _ in range(20_000):
         back, lost = Life(kind=0), Life(kind=1)
-        returns.begin(back)
-        returns.begin(lost)
+        returns.begin([back])
+        returns.begin([lost])
         returns.now += 40
-        returns.end(back)
+        returns.end([back])
         returns.forget(lost)
         returns.advance()
-    assert returns.worth[0][0] > 5 * returns.worth[1][0]
+    assert returns.worth()[0][0] > 5 * returns.worth()[1][0]
     assert returns._entered[0][bin_of(EDGES[3])] == 0  # all had returned by then
 
 
@@ -225,9 +225,9 @@ def test_returns_are_counted_for_the_kind_that_the_life_began_as():
     returns = Returns(2)
     lives = [Life(kind=number % 2) for number in range(200)]
     for life in lives:
-        returns.begin(life)
+        returns.begin([life])
     for life in lives[1::2]:
-        returns.end(life)
+        returns.end([life])
     assert sum(returns._returned[0]) == 0
     assert sum(returns._returned[1]) == sum(returns._entered[1]) > 10
 
@@ -236,11 +236,11 @@ def test_a_life_that_ended_and_began_anew_does_not_enter_the_bins_of_the_one_bef
     returns = Returns(1)
     lives = [Life() for _ in range(400)]
     for life in lives:
-        returns.begin(life)
+        returns.begin([life])
     returns.now += EDGES[1] - 1
     for life in lives:
-        returns.end(life)
-        returns.begin(life)
+        returns.end([life])
+        returns.begin([life])
     returns.now += 1  # the first lives, had they not ended, would be as old as the second bin
     returns.advance()
     assert returns._entered[0][:2] == [pytest.approx(200, abs=50), 0]

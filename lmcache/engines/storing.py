@@ -1,12 +1,10 @@
-"""A worker's stores: pages to cells, within the step that computed them.
-
-Imports neither vLLM nor torch.
-"""
+"""A worker's stores: pages to cells, within the step that computed them. For any engine; imports none, nor torch."""
 
 import contextlib
 import logging
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import attrs
 
@@ -16,12 +14,40 @@ from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.keys import HASH_BYTES
 from lmcache.core.protocol import Placed
 from lmcache.engines.copying import CopyPlans, Kernels, mapped_arena
-from lmcache.engines.vllm.orders import NULL_BLOCK, StoreOrder
 from lmcache.errors import GeometryError, LMCacheError
 from lmcache.geometry.chunking import kept_blocks
 from lmcache.geometry.groups import Geometry, GroupKind
 
 log = logging.getLogger(__name__)
+
+
+class Evidence(Protocol):
+    """Something that a worker can find to be so, or not."""
+
+    def holds(self) -> bool: ...
+
+
+@attrs.frozen
+class StoreOrder:
+    """Offer chunks of a request that are whole by the end of this step."""
+
+    request: str
+    tenant: str
+    first: int
+    """Number of the first of these chunks. 0 starts the request over: earlier orders for it mean nothing any more."""
+    hashes: bytes
+    """Joined chain hashes of these chunks."""
+    blocks: tuple[list[int], ...]
+    """For each group, the ids of the blocks that these chunks keep (`geometry.chunking.kept_span`), chunk after chunk.
+
+    The storer's `no_block` where the engine holds none: behind a window, or where there is no state snapshot. Empty for
+    scratch. Ids of `fleeting` groups are good for this step only: the engine may give such blocks to others before the
+    next one.
+    """
+    evidence: Evidence | None = None
+    """What has to hold after this step, or its KV may be of other LoRA weights than the hashes say."""
+    hints: Hints = NO_HINTS
+    """How long the request wants its chunks kept."""
 
 
 @attrs.define
@@ -33,9 +59,9 @@ class _Stored:
     """Boot of the server that `done` counts in."""
     hashes: bytearray
     blocks: tuple[list[int], ...]
-    """As in the orders, of all chunks; of groups that are not full, only those from `fresh` on are still true."""
+    """As in the orders, of all chunks; of fleeting groups, only those from `fresh` on are still true."""
     done: dict[int, int]
-    """For each full group, the number of chunks that need no more offering."""
+    """For each group whose blocks stay, the number of chunks that need no more offering."""
     fresh: int = 0
     """First chunk of the last order."""
     hints: Hints = NO_HINTS
@@ -49,16 +75,33 @@ class _Stored:
 class Storer:
     """Stores chunks while their step still holds their blocks, so that nobody can change them meanwhile."""
 
-    def __init__(self, client: Client, geometry: Geometry, rank: int, plans: CopyPlans, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        client: Client,
+        geometry: Geometry,
+        rank: int,
+        plans: CopyPlans,
+        kernels: Kernels,
+        *,
+        no_block: int,
+        fleeting: Container[int] | None = None,
+    ) -> None:
+        """`no_block` is what the engine writes in a block table where it holds nothing.
+
+        `fleeting` are the groups whose blocks may be another request's in the next step: all that are not full, if it
+        is left out.
+        """
         self._client = client
         self._geometry = geometry
         self._rank = rank
         self._kernels = kernels
         self._plans = plans
+        self._no_block = no_block
+        self._fleeting = fleeting if fleeting is not None else _not_full(geometry)
         self._stored: dict[str, _Stored] = {}
         self._doubted: set[str] = set()
-        # full groups first, where there are any: their chunks are the parents of all others
-        self._order = sorted(geometry.cached_groups, key=lambda group: not self._full(group))
+        # those that stay first, where there are any: their chunks are the parents of all others
+        self._order = sorted(geometry.cached_groups, key=lambda group: group in self._fleeting)
         # ranks with the same bytes take turns; but where a rank has to store one group and not another, the chunks of
         # the other might not be there yet to be its parents, so every rank offers all, and the first one writes
         self._turns = len({geometry.groups[group].shards for group in geometry.cached_groups}) == 1
@@ -113,7 +156,7 @@ class Storer:
             stored.epoch, stored.done = link.epoch, dict.fromkeys(self._geometry.cached_groups, 0)
         for group in self._order:
             if self._mine(stored, group):
-                store = self._store_all if self._full(group) else self._store_fresh
+                store = self._store_fresh if group in self._fleeting else self._store_all
                 store(link, stored, group)
 
     def _mine(self, stored: _Stored, group: int) -> bool:
@@ -121,11 +164,8 @@ class Storer:
         turn = int.from_bytes(stored.hashes[:4], "little")
         return not self._turns or self._geometry.writes(group, self._rank, turn)
 
-    def _full(self, group: int) -> bool:
-        return self._geometry.groups[group].kind is GroupKind.FULL
-
     def _store_all(self, link: Link, stored: _Stored, group: int) -> None:
-        """All that is not stored yet: the blocks of a full group stay the request's until it ends."""
+        """All that is not stored yet: the blocks of such a group stay the request's until it ends."""
         first = stored.done[group]
         placed = self._offer(link, stored, group, range(first, stored.chunks))
         if first and not placed:
@@ -135,15 +175,15 @@ class Storer:
             stored.done[group] = first + placed
 
     def _store_fresh(self, link: Link, stored: _Stored, group: int) -> None:
-        """What this step has completed: vLLM may give blocks behind a window to others before the next one."""
+        """What this step has completed: the engine may give its blocks to others before the next one."""
         for run in self._held_runs(link, stored, group):
             self._offer(link, stored, group, run)
 
     def _held_runs(self, link: Link, stored: _Stored, group: int) -> Iterator[range]:
-        """Runs of the fresh chunks whose blocks vLLM still holds."""
+        """Runs of the fresh chunks whose blocks the engine still holds."""
         start = stored.fresh
         for chunk in range(stored.fresh, stored.chunks):
-            if NULL_BLOCK in self._blocks(link, stored, group, chunk):
+            if self._no_block in self._blocks(link, stored, group, chunk):
                 if start < chunk:
                     yield range(start, chunk)
                 start = chunk + 1
@@ -180,9 +220,13 @@ class Storer:
             for position, chunk in enumerate(chunks):
                 own = cells[position * per_object : (position + 1) * per_object]
                 ids = self._blocks(link, stored, group, chunk)
-                if NULL_BLOCK in ids:
+                if self._no_block in ids:
                     raise GeometryError(
-                        f"vLLM holds no block for some tokens of chunk {chunk} in KV group {group}, which is full",
-                        remedy="report it: this vLLM frees blocks that lmcache thinks it keeps",
+                        f"the engine holds no block for some tokens of chunk {chunk} in KV group {group}",
+                        remedy="report it: this engine frees blocks of this group that lmcache thinks it keeps",
                     )
                 copier.store(arena, own, ids)
+
+
+def _not_full(geometry: Geometry) -> frozenset[int]:
+    return frozenset(number for number, group in enumerate(geometry.groups) if group.kind is not GroupKind.FULL)

@@ -1,0 +1,100 @@
+"""Runs a real SGLang engine on the CPU in a process of its own and does what a test asks, one JSON line at a time.
+
+    python engine_driver.py OPTIONS_JSON      keyword arguments of sglang.Engine
+
+Not imported by tests: they start it (see `sglang_stand.py`), so that an engine and what it starts end with one kill.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+DEFAULTS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "max_total_tokens": 4096,
+    "mem_fraction_static": 0.2,
+    "page_size": 16,
+    "max_running_requests": 4,
+    "log_level": "info",
+    "random_seed": 1,
+    "enable_cache_report": True,
+}
+
+
+class Driver:
+    def __init__(self, options: dict[str, Any]) -> None:
+        import sglang
+
+        self.engine = sglang.Engine(**DEFAULTS | options)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, **more: Any) -> list[dict[str, Any]]:
+        """Answers, and where SGLang says that the cached tokens of each came from."""
+        answers = self.engine.generate(
+            input_ids=prompts,
+            sampling_params={"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True},
+            return_logprob=True,
+            **more,
+        )
+        return [
+            {
+                "tokens": answer["output_ids"],
+                "logprobs": [step[0] for step in answer["meta_info"]["output_token_logprobs"]],
+                "cached": answer["meta_info"]["cached_tokens"],
+                "details": answer["meta_info"].get("cached_tokens_details"),
+                "finish": answer["meta_info"]["finish_reason"],
+            }
+            for answer in answers
+        ]
+
+    def abort_after(self, ids: list[int], steps: int) -> None:
+        """Begin to answer a prompt, abort it once it has come to so many tokens, and see it end."""
+        name = f"abort-{time.monotonic_ns()}"
+        answers = self.engine.generate(
+            input_ids=ids,
+            sampling_params={"temperature": 0, "max_new_tokens": 32, "ignore_eos": True},
+            stream=True,
+            rid=name,
+        )
+        for number, _ in enumerate(answers):
+            if number == steps:
+                self.engine.tokenizer_manager.abort_request(name)
+
+    def flush(self) -> None:
+        """Drop the engine's own cache, once its last request has left nothing to do."""
+        end = time.monotonic() + 30
+        while not self.engine.flush_cache().success:
+            assert time.monotonic() < end, "the engine is never idle"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self.engine.shutdown()
+
+
+def main() -> None:
+    """Do what the lines on standard input say, and end with them."""
+    # SGLang and what it starts write to standard output; answers keep the pipe for themselves
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    driver = Driver(json.loads(sys.argv[1]))
+    print(json.dumps({"result": "ready"}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply = {"result": getattr(driver, request.pop("do"))(**request)}
+        except Exception:  # noqa: BLE001 - whatever it is, the test is told
+            reply = {"error": traceback.format_exc()}
+        print(json.dumps(reply), file=answers, flush=True)
+    driver.close()
+
+
+if __name__ == "__main__":
+    main()
