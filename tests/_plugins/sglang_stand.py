@@ -25,8 +25,8 @@ ENVIRONMENT = {
 class SglangProcess(EngineProcess):
     """An SGLang engine that a test talks to."""
 
-    def __init__(self, options: dict[str, Any], log: Path) -> None:
-        super().__init__(options, log, ENVIRONMENT, HERE / "engine_driver.py")
+    def __init__(self, options: dict[str, Any], log: Path, **environment: str) -> None:
+        super().__init__(options, log, ENVIRONMENT | environment, HERE / "engine_driver.py")
 
     @property
     def alive(self) -> bool:

@@ -20,10 +20,11 @@ from lmcache.core.protocol import Role
 from lmcache.engines.sglang.adapter import SglangAdapter
 from lmcache.engines.sglang.checks import STORAGE_NEEDED, check_door, check_parallelism
 from lmcache.engines.sglang.host_pools import host_pool, page_blocks
-from lmcache.engines.sglang.identity import Model, namespace_facts, read_model, run_identity
+from lmcache.engines.sglang.identity import namespace_facts, run_identity
 from lmcache.engines.sglang.page_keys import chain_hashes
 from lmcache.engines.sglang.page_store import Pages, PageStore
 from lmcache.engines.sglang.pools import build_geometry
+from lmcache.engines.sglang.process import served_model
 from lmcache.engines.sglang.settings import read_settings
 from lmcache.engines.sglang.trailing import restorable_ends
 from lmcache.engines.versions import warn_of_version
@@ -100,7 +101,7 @@ class LMCacheStorage(HiCacheStorage):
         described = host_pool(name, pool, _indices, replicated=replicated)
         geometry = build_geometry([described], self._page, int(config.tp_size), kind=GroupKind.FULL)
         facts = namespace_facts(
-            served_model(str(config.model_name or "")),
+            served_model(name=str(config.model_name or "")),
             [described],
             f"stage {config.pp_rank} of {config.pp_size}",
             "host",
@@ -112,7 +113,8 @@ class LMCacheStorage(HiCacheStorage):
             *(self._settings.address, Engine(facts, geometry, Role.WORKER, int(config.tp_rank))),
             *(self._settings.client, self._refused),
         )
-        client.start(0.0 if self._stores else self._settings.start_wait)
+        # where the first pool has found no server, the others do not wait for it, too
+        client.start(self._settings.start_wait if all(store.linked for store in self._stores.values()) else 0.0)
         before = self._stores.pop(name, None)
         if before is not None:
             before.close()
@@ -247,16 +249,6 @@ class LMCacheStorage(HiCacheStorage):
         """SGLang detaches the storage, or ends."""
         while self._stores:
             self._stores.popitem()[1].close()
-
-
-def served_model(name: str) -> Model:
-    """The model that this process serves, as SGLang has published it; else all that is known of it is a name."""
-    from sglang.srt import runtime_context
-
-    args = runtime_context.get_server_args()
-    if args is None:
-        return Model(path=name, version=sglang.__version__)
-    return read_model(args, sglang.__version__, runtime_context.process_model_config().hf_config)
 
 
 def _name(name: Any) -> str:
