@@ -40,6 +40,7 @@ class Toy:
 
     groups: tuple[LayerGroup, ...] = (LayerGroup((0, 1)),)
     tokens_per_block: int = 4
+    weights: int = 1
 
     @property
     def mla(self) -> bool:
@@ -57,9 +58,9 @@ Image = tuple[list[int], int, int]
 """Hash words, first position, length."""
 
 
-def chain(tokens: Sequence[int], lora: int | None, images: Sequence[Image]) -> list[bytes]:
-    """What each position knows of all that came before it."""
-    states, state = [], hashlib.blake2b(f"{lora}".encode(), digest_size=16).digest()
+def chain(tokens: Sequence[int], weights: str, images: Sequence[Image]) -> list[bytes]:
+    """What each position knows of all that came before it; `weights` are the model's and a LoRA's."""
+    states, state = [], hashlib.blake2b(weights.encode(), digest_size=16).digest()
     for position, token in enumerate(tokens):
         seen = [(words, position - start) for words, start, length in images if 0 <= position - start < length]
         state = hashlib.blake2b(state + f"{token} {seen}".encode(), digest_size=16).digest()

@@ -49,7 +49,7 @@ class Run:
     request: Request
     prompt_tokens: int
     answer_tokens: int
-    lora: int | None
+    weights: str
     images: Sequence[Image]
     domain: str
     """What besides tokens keeps it from sharing pages in the engine."""
@@ -94,7 +94,7 @@ class Run:
     def states(self) -> list[bytes]:
         """What each token knows of those before it."""
         if len(self._states) < len(self.request.tokens):
-            self._states = chain(self.request.tokens, self.lora, self.images)
+            self._states = chain(self.request.tokens, self.weights, self.images)
         return self._states
 
     def loadable(self, toy: Toy) -> range:

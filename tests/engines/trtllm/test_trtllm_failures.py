@@ -196,6 +196,7 @@ def test_the_executor_is_kept_waiting_no_longer_than_it_was_told(
     text = fresh(3 * CHUNK + 1)
     engine = Executor(names, str(faulty.address))
     try:
+        engine.generate(fresh(BLOCK))  # this generation's scheduler connects with the first request
         faulty.await_clients(2)
         engine.generate(text)
         faulty.await_stores()
