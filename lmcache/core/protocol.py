@@ -8,6 +8,12 @@ reply to `Hello` names a Unix stream socket (abstract: no file is left). There e
 (4 bytes, little endian, at most `MAX_FRAME`), the first reply carries the arena's memfd, and the connection *is* the
 client's liveness: when it ends, whatever the client had reserved is freed and its tickets are dropped.
 
+**On another host** no Unix socket is in reach. `Welcome` names a second TCP port, of the *bulk channel*, where a ZeroMQ
+ROUTER takes everything that the Unix socket takes, one message a frame. The arena's bytes travel there, too: `Write`
+fills granted cells and `Read` asks for cells of a ticket, each for a piece of one cell of at most `PIECE_BYTES`, which
+is a second frame of the `Write` and of the answer to `Read`. Each carries a checksum. A writer sends the bytes of every
+cell in order, from its first to the last that the object uses, then `Commit`. A frame of no bytes ends a conversation.
+
 **Commands** speak TCP: `Ping`, `Status`, and `Pin` and `Unpin`, which name a namespace by its digest, as `Status` does.
 
 **Order.** On a Unix connection: `Register`, then anything. Replies may come in another order than requests: `id` ties
@@ -48,6 +54,9 @@ T = TypeVar("T")
 
 PROTOCOL = 2
 """Raised with every change that an older peer would misread."""
+
+PIECE_BYTES = 1 << 20
+"""Bytes of a cell that travel in one message, at most."""
 
 MAX_FRAME = 16 << 20
 """Bytes of the largest message; far more than any that is answered with more than a refusal."""
@@ -125,6 +134,8 @@ class Welcome(Message, frozen=True, array_like=True, tag=True):
     epoch: str
     socket: str
     """Address of the Unix socket; a leading `@` means abstract."""
+    bulk_port: int = 0
+    """TCP port of the bulk channel; 0 where the server has none."""
 
 
 class Ping(Message, frozen=True, array_like=True, tag=True):
@@ -291,6 +302,40 @@ class Done(Message, frozen=True, array_like=True, tag=True):
     pass
 
 
+# ------------------------------------------------------------------------------------------------ on the bulk channel
+
+
+class Write(Message, frozen=True, array_like=True, tag=True):
+    """Followed by a frame with the bytes for a piece of a granted cell: answered with `Written`."""
+
+    reservation: int
+    cell: int
+    offset: int
+    """Bytes into the cell: as many as have been written of it."""
+    checksum: int
+    """xxh3_64 of the bytes."""
+
+
+class Written(Message, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Read(Message, frozen=True, array_like=True, tag=True):
+    """Ask for a piece of a cell of an open ticket: answered with `Contents`."""
+
+    ticket: int
+    cell: int
+    offset: int
+    """Bytes into the cell."""
+    length: int
+
+
+class Contents(Message, frozen=True, array_like=True, tag=True):
+    """Followed by a frame with the bytes."""
+
+    checksum: int
+
+
 Request = (
     Hello
     | Ping
@@ -306,8 +351,24 @@ Request = (
     | Open
     | Confirm
     | Drop
+    | Write
+    | Read
 )
-Reply = Error | Welcome | Pong | StatusReport | Pinned | Registered | Reserved | Found | Opened | Confirmed | Done
+Reply = (
+    Error
+    | Welcome
+    | Pong
+    | StatusReport
+    | Pinned
+    | Registered
+    | Reserved
+    | Found
+    | Opened
+    | Confirmed
+    | Done
+    | Written
+    | Contents
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
