@@ -65,7 +65,8 @@ if TYPE_CHECKING:
     type=WholeNumber("give a number of tokens, like 256"),
     metavar="TOKENS",
     help="Tokens that are cached as one unit, a multiple of every KV group's tokens per block. Strict: an engine that "
-    "it does not fit is refused. Without the flag each engine gets 256, rounded up to what its geometry allows.",
+    "it does not fit is refused. Without the flag each engine gets 256, rounded up to what its geometry allows. "
+    "SGLang's chunks are its pages either way.",
 )
 @click.option(
     "--l1-size-gb",

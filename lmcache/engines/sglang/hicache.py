@@ -19,6 +19,7 @@ from lmcache.core.keys import HASH_BYTES
 from lmcache.core.protocol import Role
 from lmcache.engines.sglang.adapter import SglangAdapter
 from lmcache.engines.sglang.checks import STORAGE_NEEDED, check_door, check_parallelism
+from lmcache.engines.sglang.hicache_keys import SGLANGS_OWN
 from lmcache.engines.sglang.host_pools import host_pool, page_blocks
 from lmcache.engines.sglang.identity import namespace_facts, run_identity
 from lmcache.engines.sglang.page_keys import chain_hashes
@@ -34,22 +35,6 @@ from lmcache.geometry.groups import GroupKind
 log = logging.getLogger(__name__)
 
 WHERE = "--hicache-storage-backend-extra-config"
-
-SGLANGS_OWN = frozenset(
-    {
-        "backend_name",
-        "module_path",
-        "class_name",
-        "interface_v1",
-        "allocator",
-        "tp_lcm_size",
-        "prefetch_threshold",
-        "prefetch_timeout_base",
-        "prefetch_timeout_per_ki_token",
-        "hicache_storage_pass_prefix_keys",
-    }
-)
-"""Keys of that JSON that SGLang reads itself."""
 
 SHARDED = frozenset({"mamba"})
 """Pools of which every rank holds its own part, also beside KV that all ranks hold alike."""

@@ -27,6 +27,8 @@ DEFAULTS = {
     "log_level": "info",
     "random_seed": 1,
     "enable_cache_report": True,
+    # several engines share two cores
+    "sleep_on_idle": True,
 }
 
 
