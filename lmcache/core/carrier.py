@@ -34,6 +34,7 @@ from lmcache.core.protocol import (
     Read,
     Registered,
     Reserved,
+    Taken,
     Write,
     Written,
     decode_reply,
@@ -227,8 +228,8 @@ class Carrier:
                 self._stream.send(frames[0].bytes)
 
     def _note_passing(self, reply: Message) -> None:
-        if isinstance(reply, Opened) and self.mirror is not None:
-            ticket = self._rights.opening(reply.id)
+        if isinstance(reply, Opened | Taken) and self.mirror is not None:
+            ticket = reply.ticket if isinstance(reply, Taken) else self._rights.opening(reply.id)
             self.mirror.release(self._rights.opened_cells(ticket))  # of a time before: it may be opened again
             self._rights.answered(reply)
             self.mirror.hold(self._rights.opened_cells(ticket))

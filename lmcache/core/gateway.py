@@ -32,6 +32,7 @@ from lmcache.core.protocol import (
     Register,
     Registered,
     Reserved,
+    Taken,
     Write,
     Written,
     decode_reply,
@@ -310,7 +311,7 @@ class Gateway:
     def _relay(self, peer: _Peer) -> None:
         for body in peer.stream.receive():
             reply = decode_reply(body)
-            if isinstance(reply, Registered | Reserved | Opened | Error):
+            if isinstance(reply, Registered | Reserved | Opened | Taken | Error):
                 peer.rights.answered(reply)
             self._answer(peer, [body])
 

@@ -14,6 +14,9 @@ fills granted cells and `Read` asks for cells of a ticket, each for a piece of o
 is a second frame of the `Write` and of the answer to `Read`. Each carries a checksum. A writer sends the bytes of every
 cell in order, from its first to the last that the object uses, then `Commit`. A frame of no bytes ends a conversation.
 
+**Other servers** for which this one is a storage tier register as workers, on the bulk channel. `Peek` tells them what
+is in L1, `Take` pins one shard that they then `Read`, and `Confirm`. They store as any worker does.
+
 **Commands** speak TCP: `Ping`, `Status`, and `Pin` and `Unpin`, which name a namespace by its digest, as `Status` does.
 
 **Order.** On a Unix connection: `Register`, then anything. Replies may come in another order than requests: `id` ties
@@ -336,6 +339,38 @@ class Contents(Message, frozen=True, array_like=True, tag=True):
     checksum: int
 
 
+# ----------------------------------------------------------------------------------------------- of other servers
+
+
+class Peek(Message, frozen=True, array_like=True, tag=True):
+    """Ask which chunks have one shard of one group in L1: answered with `Peeked`. Worker."""
+
+    hashes: bytes
+    """Joined chain hashes, in any order."""
+    group: int
+    shard: int
+
+
+class Peeked(Message, frozen=True, array_like=True, tag=True):
+    there: bytes
+    """One byte for each chunk: 1 if it can be had."""
+
+
+class Take(Message, frozen=True, array_like=True, tag=True):
+    """Ask for one shard of one group of one chunk, whatever hit it may be part of: answered with `Taken`. Worker."""
+
+    chain_hash: bytes
+    group: int
+    shard: int
+
+
+class Taken(Message, frozen=True, array_like=True, tag=True):
+    ticket: int
+    """Pins the chunk until this client confirms it, or drops it; 0 when the shard is not there."""
+    cells: bytes
+    """Little-endian 32-bit cell numbers of the object."""
+
+
 Request = (
     Hello
     | Ping
@@ -353,6 +388,8 @@ Request = (
     | Drop
     | Write
     | Read
+    | Peek
+    | Take
 )
 Reply = (
     Error
@@ -368,6 +405,8 @@ Reply = (
     | Done
     | Written
     | Contents
+    | Peeked
+    | Taken
 )
 
 _encoder = msgspec.msgpack.Encoder()

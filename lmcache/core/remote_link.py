@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.keys import HASH_BYTES
 from lmcache.core.link import Engine, Link
-from lmcache.core.protocol import Commit, Done, Opened, Registered, Reserved, Role
+from lmcache.core.protocol import Commit, Done, Opened, Peek, Peeked, Registered, Reserved, Role, Take, Taken
 from lmcache.errors import LinkLost
 
 if TYPE_CHECKING:
@@ -69,6 +69,10 @@ class RemoteLink(Link):
     def open(self, ticket: int) -> Opened:
         """Fetch this rank's part of a hit, and say where it lies. Worker."""
         opened = super().open(ticket)
+        self._fetch(ticket)
+        return opened
+
+    def _fetch(self, ticket: int) -> None:
         fetch = self._carrier.fetch(ticket)
         while not fetch.done.wait(_LOOK_SECONDS):
             if time.monotonic() > fetch.moved + self._deadline:
@@ -77,7 +81,28 @@ class RemoteLink(Link):
             if isinstance(fetch.failure, LinkLost):
                 raise self._channel.broken(fetch.failure)
             raise fetch.failure
-        return opened
+
+    # ------------------------------------------------------------------------------------------------- between servers
+
+    def peek(self, hashes: bytes, group: int, shard: int) -> bytes:
+        """For each chunk, 1 where the server has this shard in L1."""
+        return self._call(Peek(next(self._ids), hashes, group, shard), Peeked).there
+
+    def take(self, chain_hash: bytes, group: int, shard: int) -> Taken | None:
+        """Fetch one shard of one chunk; None where it is not there. To be confirmed."""
+        taken = self._call(Take(next(self._ids), chain_hash, group, shard), Taken)
+        if not taken.ticket:
+            return None
+        self._fetch(taken.ticket)
+        return taken
+
+    def object_bytes(self, group: int) -> int:
+        """Bytes of one shard's object of a group, as far as they travel."""
+        return self._carrier.object_bytes(group)
+
+    def publish(self, reservation: int) -> None:
+        """Commit, and wait until the server has it all."""
+        self._call(Commit(next(self._ids), reservation), Done)
 
     def drain(self, timeout: float) -> None:
         """Return when what was committed has been sent, or after `timeout` s."""

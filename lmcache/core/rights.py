@@ -12,7 +12,6 @@ from lmcache.core.protocol import (
     Commit,
     Confirm,
     Drop,
-    Error,
     Message,
     Open,
     Opened,
@@ -21,6 +20,8 @@ from lmcache.core.protocol import (
     Registered,
     Reserve,
     Reserved,
+    Take,
+    Taken,
     Write,
 )
 from lmcache.errors import ProtocolError
@@ -69,7 +70,7 @@ class Rights:
         match request:
             case Register():
                 self._geometry = request.geometry
-            case Reserve():
+            case Reserve() | Take():
                 self._groups[request.id] = request.group
             case Open():
                 self._opening[request.id] = request.ticket
@@ -97,16 +98,16 @@ class Rights:
             case Reserved() if reply.reservation:
                 cells = self._sized(reply.cells, group)
                 self._lacking[reply.reservation] = {cell: (0, length) for cell, length in cells.items()}
+            case Taken() if reply.ticket:
+                self._open(reply.ticket, self._sized(reply.cells, group))
             case Opened():
-                while len(self._readable) >= MOST_OPEN:
-                    del self._readable[next(iter(self._readable))]
-                self._readable[ticket] = {
-                    cell: length
-                    for group, packed in enumerate(reply.cells)
-                    for cell, length in self._sized(packed, group).items()
-                }
-            case Error():
-                pass
+                groups = [self._sized(packed, number) for number, packed in enumerate(reply.cells)]
+                self._open(ticket, {cell: length for sized in groups for cell, length in sized.items()})
+
+    def _open(self, ticket: int, cells: dict[int, int]) -> None:
+        while len(self._readable) >= MOST_OPEN:
+            del self._readable[next(iter(self._readable))]
+        self._readable[ticket] = cells
 
     def _sized(self, packed: bytes, group: int) -> dict[int, int]:
         """Cells of whole objects of a group, each with how many of its bytes are used."""

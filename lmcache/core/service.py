@@ -16,7 +16,7 @@ from lmcache.core.cells import CellAllocator
 from lmcache.core.config import ServerConfig
 from lmcache.core.connection import Connection
 from lmcache.core.index import Namespace
-from lmcache.core.keys import HASH_BYTES, namespace_digest, split_hashes
+from lmcache.core.keys import HASH_BYTES, ChainHash, namespace_digest, split_hashes
 from lmcache.core.l1_only import Answer, Asked, L1Only
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import (
@@ -33,6 +33,8 @@ from lmcache.core.protocol import (
     Lookup,
     Open,
     Opened,
+    Peek,
+    Peeked,
     Pin,
     Pinned,
     Register,
@@ -40,6 +42,8 @@ from lmcache.core.protocol import (
     Reserve,
     Reserved,
     Role,
+    Take,
+    Taken,
     Unpin,
 )
 from lmcache.core.voices import Speakers
@@ -164,11 +168,7 @@ class Service:
     def reserve(self, connection: Connection, request: Reserve, *, final: bool) -> Reserved | None:
         """None: more memory is being put behind the arena; ask again when it has come, the last time with `final`."""
         namespace = self._worker(connection)
-        groups = namespace.geometry.groups
-        if not (0 <= request.group < len(groups) and groups[request.group].cached):
-            raise _malformed(f"group {request.group} is not a cached one of {len(groups)}")
-        if not 0 <= request.shard < groups[request.group].shards:
-            raise _malformed(f"shard {request.shard} of {groups[request.group].shards}")
+        self._slot(namespace, request.group, request.shard)
         if len(request.parent) not in (0, HASH_BYTES):
             raise _malformed(f"a parent hash of {len(request.parent)} bytes")
         hashes = self._hashes(request.hashes)
@@ -245,6 +245,35 @@ class Service:
         self.tiering.drop(connection.owner, request.ticket)
         self.cache.drop(connection.owner, request.ticket)
         return Done(request.id)
+
+    # ------------------------------------------------------------------------------------------------- other servers
+
+    def peek(self, connection: Connection, request: Peek) -> Peeked:
+        """Say which chunks have this shard."""
+        namespace = self._worker(connection)
+        slot = self._slot(namespace, request.group, request.shard)
+        there = bytes(self.cache.holds(namespace, each, slot) for each in self._hashes(request.hashes))
+        return Peeked(request.id, there)
+
+    def take(self, connection: Connection, request: Take) -> Taken:
+        """Pin one shard for another server, and say where it lies."""
+        namespace = self._worker(connection)
+        slot = self._slot(namespace, request.group, request.shard)
+        if len(request.chain_hash) != HASH_BYTES:
+            raise _malformed(f"a chain hash of {len(request.chain_hash)} bytes")
+        chain_hash = ChainHash(request.chain_hash)
+        ticket = self.cache.take(connection.owner, namespace, chain_hash, slot, connection.rank)
+        cells = ticket.held[0].shards[slot] if ticket else None
+        return Taken(request.id, ticket.id if ticket else 0, cells or b"")
+
+    @staticmethod
+    def _slot(namespace: Namespace, group: int, shard: int) -> int:
+        groups = namespace.geometry.groups
+        if not (0 <= group < len(groups) and groups[group].cached):
+            raise _malformed(f"group {group} is not a cached one of {len(groups)}")
+        if not 0 <= shard < groups[group].shards:
+            raise _malformed(f"shard {shard} of {groups[group].shards}")
+        return namespace.slot(group, shard)
 
     def owner_gone(self, owner: int) -> None:
         """A connection has ended, and what it held with it."""
@@ -463,5 +492,7 @@ HANDLERS: dict[type, Handler] = {
     Open: Service.open,
     Confirm: Service.confirm,
     Drop: Service.drop,
+    Peek: Service.peek,
+    Take: Service.take,
 }
 """Requests that need a Unix connection and are answered at once. `Reserve` may have to wait for memory."""
