@@ -136,7 +136,9 @@ class Executor:
         images: Sequence[tuple[list[int], int, int]] = (),
     ) -> Run:
         request = Request(next(self._numbers), prompt, self.names.generation, salt=salt, lora=lora, images=images)
-        run = Run(request, len(prompt), answer, f"{self.toy.weights} {lora}", images, f"{salt} {lora}", len(self.toy.groups))
+        run = Run(
+            request, len(prompt), answer, f"{self.toy.weights} {lora}", images, f"{salt} {lora}", len(self.toy.groups)
+        )
         run.told_blocks = [0] * run.groups
         self.runs.append(run)
         return run

@@ -19,6 +19,8 @@ from lmcache.plugins.testing import EngineAdapterTests
 from lmcache.plugins.testing.engine import Answer, EngineUnderTest, Weights
 from lmcache.plugins.testing.served import LoadFault, ServerUnderControl
 
+pytestmark = pytest.mark.may_leave("the engine of a class connects anew whenever a test starts another server")
+
 WINDOWS = (LayerGroup((0, 2)), LayerGroup((1,), window=20))
 
 
@@ -123,5 +125,3 @@ class TestLayerGroupsAndReservations(SimulatedTests):
     generation = RESERVATIONS
     groups = WINDOWS
     async_loads = "1"
-
-
