@@ -59,8 +59,8 @@ def arguments(cache: dict[str, Any] | None = None, **more: Any) -> SimpleNamespa
         (
             {"enable_attention_dp": True},
             (
-                "enable_attention_dp is true, and the connectors of this TensorRT-LLM know requests of one rank only; set "
-                "enable_attention_dp to false, or use a version whose connectors have `supports_attention_dp`"
+                "enable_attention_dp is true, and the connectors of this TensorRT-LLM know requests of one rank only; "
+                "set enable_attention_dp to false, or use a version whose connectors have `supports_attention_dp`"
             ),
         ),
         (
