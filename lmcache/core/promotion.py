@@ -13,7 +13,7 @@ from lmcache.core.keys import ChainHash
 from lmcache.core.tier_in_use import TierInUse
 from lmcache.geometry.hits import Hit, longest_hit
 
-AT_ONCE = 2
+AT_ONCE = 4
 """Shards that one promotion fetches at once, for each thread of a tier: so that several promotions share it."""
 
 
