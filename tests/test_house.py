@@ -88,6 +88,24 @@ print(json.dumps([engines, sorted({name.partition(".")[0] for name in sys.module
     assert (ENGINES | DEAR | {"click"}).intersection(packages) == set()
 
 
+def test_a_server_without_tiers_or_a_recording_starts_without_what_these_take() -> None:
+    script = """
+import json, sys
+from lmcache.cli.main import main
+from lmcache.core import server
+def started(self):
+    print(json.dumps(sorted(name for name in sys.modules if name.startswith("lmcache."))))
+server.Server.run = started
+main(["server", "--port", "0", "--l1-size-gb", "0.1"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+
+    assert "lmcache.core.service" in loaded
+    for name in ("core.tiering", "core.promotion", "core.blob", "core.recording", "plugins.opening"):
+        assert f"lmcache.{name}" not in loaded, name
+
+
 def test_importing_lmcache_itself_loads_nothing_but_the_version() -> None:
     script = (
         "import sys; old = set(sys.modules); import lmcache; print(sorted(set(sys.modules) - old), lmcache.__version__)"

@@ -1,6 +1,5 @@
 """Options that several commands share, and kinds of values that click does not know."""
 
-import difflib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -96,8 +95,14 @@ def _is_number(text: str) -> bool:
 
 
 def server_address(function: F) -> F:
-    """`--host` and `--port` of a server to talk to."""
+    """`--host`, `--port` and `--keys` of a server to talk to."""
     for option in (
+        click.option(
+            "--keys",
+            metavar="PATH",
+            help="Keys that the server wants: client.key of `lmcache keys new`, or its folder. Without the flag, what "
+            "the variable LMCACHE_KEYS names.",
+        ),
         click.option(
             "--port",
             type=WholeNumber("use 1 to 65535", 1, 65535),
@@ -143,5 +148,7 @@ plugin_names = click.option(
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
     """`did you mean …?` for a misspelt name; empty if nothing is near."""
+    import difflib  # for somebody who has mistyped
+
     near = difflib.get_close_matches(wrong, list(known), n=1)
     return f"did you mean {near[0]}?" if near else ""

@@ -168,6 +168,8 @@ class Namespace:
         self.chunk_size = chunk_size
         self.cached_groups = geometry.cached_groups
         """Numbers of the groups that are stored; here, because every chunk that is committed asks."""
+        self.all_sealed = sum(1 << group for group in self.cached_groups)
+        """`Node.sealed` of a chunk that is there in all groups."""
         self.nodes: dict[ChainHash, Node] = {}
         self.cell_bytes = cell_bytes
         self.object_cells = tuple(object_cells(group, chunk_size, cell_bytes) for group in geometry.groups)

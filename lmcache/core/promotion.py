@@ -3,33 +3,16 @@
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
-import attrs
-
 from lmcache.core.cache import Cache, Reservation, Ticket
 from lmcache.core.cells import unpack_cells
-from lmcache.core.hints import Hints
 from lmcache.core.index import Namespace, Node
 from lmcache.core.keys import ChainHash
+from lmcache.core.l1_only import Asked
 from lmcache.core.tier_in_use import TierInUse
 from lmcache.geometry.hits import Hit, longest_hit
 
 AT_ONCE = 4
 """Shards that one promotion fetches at once, for each thread of a tier: so that several promotions share it."""
-
-
-@attrs.frozen
-class Asked:
-    """What a lookup asked."""
-
-    owner: int
-    namespace: Namespace
-    hashes: Sequence[ChainHash]
-    limit: int
-    """Tokens that the hit may cover at most."""
-    tenant: str
-    hints: Hints
-    prefill_speed: float = 0.0
-    """Tokens a second that the engine computes; 0 if it does not say."""
 
 
 class Fetches:

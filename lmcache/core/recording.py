@@ -266,11 +266,8 @@ def _described(namespace: Namespace, number: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def recording(path: str | None, limit_bytes: int, about: Mapping[str, object]) -> Iterator[Recorder | None]:
-    """A recorder for the length of the block; None without a path."""
-    if path is None:
-        yield None
-        return
+def recording(path: str, limit_bytes: int, about: Mapping[str, object]) -> Iterator[Recorder]:
+    """A recorder for the length of the block."""
     recorder = Recorder(path, limit_bytes, about)
     try:
         yield recorder

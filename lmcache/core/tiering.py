@@ -22,8 +22,9 @@ from typing import Any
 import attrs
 
 from lmcache.core.blob import BlobStore
-from lmcache.core.cache import Cache, Ticket
-from lmcache.core.promotion import Asked, Fetches, Promotion
+from lmcache.core.cache import Cache
+from lmcache.core.l1_only import NOTHING, Answer, Asked, answer
+from lmcache.core.promotion import Fetches, Promotion
 from lmcache.core.saving import Saving
 from lmcache.core.tier_in_use import Arena, ThreadsMaker, TierInUse
 from lmcache.core.tier_threads import TierThreads
@@ -35,16 +36,6 @@ PROMOTED_SHARE = 0.5
 
 DRAIN_SECONDS = 5.0
 """A stopping server lets its tiers finish what they have begun, and what waits, for so long."""
-
-
-@attrs.frozen
-class Answer:
-    """What a lookup has come to so far."""
-
-    ticket: int
-    """What to ask again with, or to load with; 0 when there is nothing to load."""
-    tokens: int
-    final: bool
 
 
 class Tiering:
@@ -87,25 +78,27 @@ class Tiering:
             if not promotion.over:
                 return Answer(promotion.id, 0, final=False)
             del self._promotions[promotion.id]
-            return _answer(promotion.ticket)
+            return answer(promotion.ticket)
         ticket = self._cache.lookup(asked.owner, asked.namespace, asked.hashes, asked.limit, asked.tenant, asked.hints)
-        return _answer(ticket)
+        return answer(ticket)
 
     def poll(self, owner: int, number: int) -> Answer:
         """What has become of a lookup that was to be asked for again. Once it is final, it is forgotten."""
         promotion = self._promotions.get(number)
         if promotion is None or promotion.asked.owner != owner:
-            return Answer(0, 0, final=True)
+            return NOTHING
         if not promotion.over:
             return Answer(number, 0, final=False)
         del self._promotions[number]
-        return _answer(promotion.ticket)
+        return answer(promotion.ticket)
 
     def _worth_looking(self, asked: Asked) -> bool:
         if not asked.hashes or not any(tier.usable() for tier in self.tiers):
             return False
         space = asked.namespace
         sealed = self._cache.residents.served(list(map(space.nodes.get, asked.hashes)))
+        if sealed.count(space.all_sealed) == len(sealed):
+            return False  # what L1 answers most often, so without working out a hit that the cache works out again
         now = longest_hit(space.geometry, space.chunk_size, sealed, asked.limit)
         best = longest_hit(space.geometry, space.chunk_size, [-1] * len(sealed), asked.limit)
         return now.tokens < best.tokens
@@ -200,10 +193,6 @@ class Tiering:
             }
             for tier in self.tiers
         ]
-
-
-def _answer(ticket: Ticket | None) -> Answer:
-    return Answer(ticket.id, ticket.hit.tokens, final=True) if ticket else Answer(0, 0, final=True)
 
 
 def _nothing_comes(_: int) -> bool:

@@ -22,11 +22,12 @@ from lmcache.errors import PluginError
 from lmcache.geometry.groups import GroupKind
 from lmcache.plugins.checks import HOOKS, check_adapter, check_plugin
 from lmcache.plugins.offers import Offers
-from lmcache.plugins.opening import OpenedTier, open_tier
 from lmcache.plugins.sources import BLOCK, Origin, Source, announced, built_in, chosen, suggestion
 
-if TYPE_CHECKING:  # only `cli` imports click
+if TYPE_CHECKING:  # only `cli` imports click, and most servers open no tier
     import click
+
+    from lmcache.plugins.opening import OpenedTier
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +104,10 @@ class PluginManager:
             tuple(_made("retention", name, self._retention.find(name)) for name in dict.fromkeys(retention)),
         )
 
-    def open_tier(self, url: str) -> OpenedTier:
+    def open_tier(self, url: str) -> "OpenedTier":
         """Open the tier that `--l2 url` names. Raises ConfigError (PluginError for a scheme or codec nobody offers)."""
+        from lmcache.plugins.opening import open_tier
+
         return open_tier(url, self._tiers, self._codecs)
 
     def find_tier(self, scheme: str) -> type[StorageTier]:

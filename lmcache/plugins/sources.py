@@ -3,7 +3,6 @@
 Finding is not loading: entry points are read from metadata, and a plugin is imported only when `Source.load` is called.
 """
 
-import difflib
 import enum
 import importlib
 import importlib.metadata
@@ -33,6 +32,7 @@ BUILT_IN = (
     "lmcache.plugins.admission.second_use",
     "lmcache.plugins.storage.disk",
     "lmcache.plugins.storage.redis",
+    "lmcache.plugins.storage.peer",
     "lmcache.plugins.storage.object_store",
     "lmcache.plugins.codecs.zstd",
     "lmcache.plugins.codecs.zstd_bf16",
@@ -40,6 +40,7 @@ BUILT_IN = (
     "lmcache.engines.reference.adapter",
     "lmcache.engines.vllm.adapter",
     "lmcache.engines.sglang.adapter",
+    "lmcache.engines.trtllm.adapter",
 )
 """Modules of the built-in plugins, by name, so that `plugins` imports no engine package."""
 
@@ -123,6 +124,8 @@ def chosen(name: str, known: Iterable[Source]) -> list[Source]:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """The known name that is nearest to a misspelt one, as a half sentence; empty if none is near."""
     by_folded = {candidate.casefold(): candidate for candidate in known}
+    import difflib  # for somebody who has mistyped
+
     near = difflib.get_close_matches(name.casefold(), by_folded, n=1)
     return f"did you mean {by_folded[near[0]]!r}? " if near else ""
 

@@ -1,10 +1,15 @@
 """Real SGLang engines on the CPU, and a server beside them, in processes of their own that end when they are closed."""
 
+import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm_stand import LOGPROB_TOLERANCE, EngineProcess, ServerProcess, free_port
+
+from lmcache.plugins.testing import Answer, EngineUnderTest
 
 HERE = Path(__file__).parents[1] / "engines" / "sglang"
 PAGE = 16
@@ -13,7 +18,7 @@ ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "PYTHONPATH": str(HERE / "cpu_kernels"),
     "HF_HUB_OFFLINE": "1",
-    "SGLANG_LOG_MS": "1",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "only_models",
     "OMP_NUM_THREADS": "1",
 }
 
@@ -21,8 +26,12 @@ ENVIRONMENT = {
 class SglangProcess(EngineProcess):
     """An SGLang engine that a test talks to."""
 
-    def __init__(self, options: dict[str, Any], log: Path) -> None:
-        super().__init__(options, log, ENVIRONMENT, HERE / "engine_driver.py")
+    def __init__(self, options: dict[str, Any], log: Path, **environment: str) -> None:
+        super().__init__(options, log, ENVIRONMENT | environment, HERE / "engine_driver.py")
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def ask_one(self, ids: list[int], max_tokens: int = 8, **more: Any) -> dict[str, Any]:
         """One prompt's answer."""
@@ -30,21 +39,76 @@ class SglangProcess(EngineProcess):
 
     def flush(self) -> None:
         """Drop the engine's own cache."""
-        assert self.call("flush")
+        self.call("flush")
 
 
 def linker(port: int, **extra: Any) -> dict[str, Any]:
     """What users write to choose the linker; patient, so that a busy machine is not taken for one that has stopped."""
-    settings = {"lmcache.mp.port": port, "lmcache.start_wait": 0, "lmcache.deadline": 5, **extra}
     return {
         "enable_unified_cache_external_linker": True,
         "unified_cache_external_linker_backend": "dynamic",
         "unified_cache_external_linker_config": {
             "linker": "LMCacheLinker",
             "linker_module_path": "lmcache.engines.sglang.linker",
-            "linker_extra_config": settings,
+            "linker_extra_config": _settings(port) | extra,
         },
     }
+
+
+def hicache(port: int, layout: str = "page_first_direct", **extra: Any) -> dict[str, Any]:
+    """What users write to choose HiCache storage, and what makes it store and load prompts as short as those here."""
+    settings = {
+        "backend_name": "lmcache",
+        "module_path": "lmcache.engines.sglang.hicache",
+        "class_name": "LMCacheStorage",
+        "interface_v1": 1,
+        "prefetch_threshold": PAGE,
+    }
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(settings | _settings(port) | extra),
+        "hicache_io_backend": "direct",
+        "hicache_mem_layout": layout,
+        "hicache_write_policy": "write_through",
+        "hicache_storage_prefetch_policy": "wait_complete",
+    }
+
+
+def _settings(port: int) -> dict[str, Any]:
+    return {"lmcache.mp.port": port, "lmcache.start_wait": 0, "lmcache.deadline": 5}
+
+
+class SglangUnderTest(EngineUnderTest):
+    """An engine as the conformance suite drives it."""
+
+    can_abort = True
+    can_be_killed = True
+
+    def __init__(self, process: SglangProcess, ranks: int = 1) -> None:
+        self.process = process
+        self.clients = ranks
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, salt: str = "") -> list[Answer]:
+        more = {"cache_salt": salt} if salt else {}
+        try:
+            answers = self.process.call("generate", prompts=list(map(list, prompts)), max_tokens=max_tokens, **more)
+        except pytest.fail.Exception as failure:  # which is none to anybody but pytest
+            raise RuntimeError("the engine has ended") from failure
+        return [Answer(tuple(each["tokens"]), each["cached"], tuple(each["logprobs"])) for each in answers]
+
+    def drop_own_cache(self) -> None:
+        self.process.flush()
+
+    def abort_after(self, prompt: Sequence[int], steps: int) -> None:
+        self.process.call("abort_after", ids=list(prompt), steps=steps)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def close(self) -> None:
+        if self.process.alive:
+            self.process.close()
 
 
 def server_at(folder: Path) -> ServerProcess:

@@ -123,11 +123,6 @@ def test_neither_tokens_nor_salts_nor_whole_hashes_are_written(path) -> None:
         assert secret not in text
 
 
-def test_without_a_path_nothing_is_recorded() -> None:
-    with recording(None, 1 << 20, ABOUT) as recorder:
-        assert recorder is None
-
-
 # ---------------------------------------------------------------------------------------------------- where, how much
 
 

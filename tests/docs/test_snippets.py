@@ -39,6 +39,7 @@ EXCUSED = {
     "python -m venv": "makes an environment in the reader's folder; CI does so through make",
     "cache-env/bin/python": "is in the environment that the command above makes",
     ".venv/bin/python": "is in the environment that make makes",
+    "python -m sglang.launch_server": "starts an engine; tests/engines/sglang/test_sglang_http.py does",
 }
 """Commands that are shown and not run, by how they begin, and why."""
 

@@ -23,6 +23,7 @@ from lmcache.engines.weights import BESIDE_MODEL, Weights, certain_weights
 log = logging.getLogger(__name__)
 
 OPTIONS = (
+    "device",
     "revision",
     "load_format",
     "dtype",

@@ -22,11 +22,12 @@ from lmcache.core.protocol import Role
 from lmcache.engines.sglang.adapter import SglangAdapter
 from lmcache.engines.sglang.checks import LINKER_NEEDED, check_door, check_parallelism
 from lmcache.engines.sglang.device_pools import device_pools, kernels_of
-from lmcache.engines.sglang.identity import namespace_facts, read_model
+from lmcache.engines.sglang.identity import namespace_facts
 from lmcache.engines.sglang.offloads import Offloads
 from lmcache.engines.sglang.page_keys import chain_hashes
 from lmcache.engines.sglang.page_store import Pages, PageStore
 from lmcache.engines.sglang.pools import build_geometry
+from lmcache.engines.sglang.process import served_model
 from lmcache.engines.sglang.ranks import RankGroup
 from lmcache.engines.sglang.settings import read_settings
 from lmcache.engines.versions import warn_of_version
@@ -83,7 +84,7 @@ class LMCacheLinker(UnifiedCacheLinker):
         if "mamba" in self._groups:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         facts = namespace_facts(
-            read_model(server_args, sglang.__version__, _hf_config()),
+            served_model(server_args),
             pools,
             f"{getattr(kvcache, 'start_layer', 0)} to {getattr(kvcache, 'end_layer', '')}",
             torch.device(kvcache.device).type,
@@ -235,9 +236,3 @@ def _pages_of(slots: "np.ndarray[Any, np.dtype[np.int64]]", page: int) -> "np.nd
     if np.any(starts % page) or not np.array_equal(rows, starts[:, None] + np.arange(page)):
         raise GeometryError(f"SGLang's slots are not the pages of {page} that they were allocated as")
     return starts // page
-
-
-def _hf_config() -> Any:
-    from sglang.srt.runtime_context import process_model_config
-
-    return process_model_config().hf_config

@@ -71,6 +71,14 @@ class PageStore:
         self._full = all(group.kind is GroupKind.FULL for group in geometry.groups)
         self._told: set[str] = set()
 
+    @property
+    def linked(self) -> bool:
+        """Whether a server is there."""
+        try:
+            return self._client.link().alive
+        except ServerUnavailable:
+            return False
+
     def close(self) -> None:
         """The engine ends."""
         self._client.close()

@@ -39,22 +39,24 @@ class Pool:
     """What tells how its bytes are to be read: class, layout, element type, shape."""
 
 
-def build_geometry(pools: Sequence[Pool], page_size: int, ranks: int, window: int = 0) -> Geometry:
+def build_geometry(
+    pools: Sequence[Pool], page_size: int, ranks: int, window: int = 0, kind: GroupKind | None = None
+) -> Geometry:
     """One group a pool, in their order; a chunk is a page, for SGLang's keys are those of pages.
 
-    `window` is what SGLang keeps of a sliding window, in tokens. Raises GeometryError for a pool that is not known: its
-    rule of what a hit needs could only be guessed at.
+    `window` is what SGLang keeps of a sliding window, in tokens; `kind` is that of all pools where SGLang itself says
+    what a hit needs of each. Raises GeometryError for a pool of which nobody says so: it could only be guessed at.
     """
     return Geometry(
-        tuple(_group(pool, page_size, ranks, window) for pool in pools),
+        tuple(_group(pool, page_size, ranks, window, kind) for pool in pools),
         ranks,
         hit_alignment=page_size,
         own_chunk=page_size,
     )
 
 
-def _group(pool: Pool, page_size: int, ranks: int, window: int) -> KVGroup:
-    kind = KINDS.get(pool.name)
+def _group(pool: Pool, page_size: int, ranks: int, window: int, kind: GroupKind | None) -> KVGroup:
+    kind = kind or KINDS.get(pool.name)
     if kind is None:
         raise GeometryError(
             f"SGLang keeps a pool {pool.name!r} for this model, and lmcache does not know what a hit needs of it",

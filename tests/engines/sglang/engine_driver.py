@@ -8,6 +8,7 @@ Not imported by tests: they start it (see `sglang_stand.py`), so that an engine 
 import json
 import os
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -26,6 +27,8 @@ DEFAULTS = {
     "log_level": "info",
     "random_seed": 1,
     "enable_cache_report": True,
+    # several engines share two cores
+    "sleep_on_idle": True,
 }
 
 
@@ -54,9 +57,25 @@ class Driver:
             for answer in answers
         ]
 
-    def flush(self) -> bool:
-        """Drop the engine's own cache."""
-        return self.engine.flush_cache().success
+    def abort_after(self, ids: list[int], steps: int) -> None:
+        """Begin to answer a prompt, abort it once it has come to so many tokens, and see it end."""
+        name = f"abort-{time.monotonic_ns()}"
+        answers = self.engine.generate(
+            input_ids=ids,
+            sampling_params={"temperature": 0, "max_new_tokens": 32, "ignore_eos": True},
+            stream=True,
+            rid=name,
+        )
+        for number, _ in enumerate(answers):
+            if number == steps:
+                self.engine.tokenizer_manager.abort_request(name)
+
+    def flush(self) -> None:
+        """Drop the engine's own cache, once its last request has left nothing to do."""
+        end = time.monotonic() + 30
+        while not self.engine.flush_cache().success:
+            assert time.monotonic() < end, "the engine is never idle"
+            time.sleep(0.05)
 
     def close(self) -> None:
         self.engine.shutdown()

@@ -1,6 +1,6 @@
 """Tiny models with random weights for a real SGLang on CPU.
 
-    python tiny_models.py FOLDER [llama] …
+    python tiny_models.py FOLDER [llama] [other_llama]
 
 The weights are large enough that answers depend on the whole prompt: with `load_format=dummy` an answer says next to
 nothing about the KV it was computed from. There is no tokenizer; prompts are token ids from 3 to 511.
@@ -69,7 +69,12 @@ def llama(folder: Path, seed: int = 0) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-MAKERS = {"llama": llama}
+def other_llama(folder: Path) -> None:
+    """The same model with other weights."""
+    llama(folder, seed=1)
+
+
+MAKERS = {"llama": llama, "other_llama": other_llama}
 
 
 if __name__ == "__main__":

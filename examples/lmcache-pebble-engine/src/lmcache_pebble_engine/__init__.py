@@ -1,0 +1,1 @@
+"""Pebble, a made-up inference engine, and its adapter for lmcache."""
