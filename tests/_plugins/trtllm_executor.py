@@ -62,6 +62,7 @@ class Executor:
         reuse: bool = False,
         partial: bool = False,
         take_at_most: int | None = None,
+        says_so: str = "both",
         refuse_reservations: int = 0,
         owner: int | None = None,
         **arguments: Any,
@@ -69,13 +70,14 @@ class Executor:
         """`layouts` is the second KV cache manager; `step_tokens` are what a step computes of one prompt.
 
         `reuse` lets the engine keep pages of its own, `partial` end its own hits inside blocks. `take_at_most` tokens
-        of an offer, and none of the first `refuse_reservations`, are taken. `owner` is the rank of an engine that
-        serves its requests alone (attention DP).
+        of an offer, and none of the first `refuse_reservations`, are taken; the engine says so by a `call` of
+        `cancel_load`, by a `note` on the request, or by `both`. `owner` is the rank of an engine that serves its
+        requests alone (attention DP).
         """
         assert not layouts or names.generation >= LAYOUTS
         self.names, self.toy, self.layouts, self.step_tokens = names, toy, layouts, step_tokens
         self.partial, self.take_at_most, self.owner = partial, take_at_most, owner
-        self.refuse_reservations = refuse_reservations
+        self.refuse_reservations, self.says_so = refuse_reservations, says_so
         self.reserving = names.generation >= RESERVATIONS and layouts
         self.blocks = Blocks(toy, slots, reuse=reuse)
         self.runs: list[Run] = []
@@ -240,11 +242,13 @@ class Executor:
             at = run.computed + run.taken
             if self.reserving:
                 self._release(run, at, run.computed + offered)
-            else:
+            elif self.says_so != "note":
                 self.scheduler.cancel_load(run.request, at, run.computed + offered)
         if not run.taken and self.reserving:
             run.waits = False
-        if hasattr(run.request, "py_num_connector_matched_tokens"):
+        if self.says_so == "call":
+            del run.request.py_num_connector_matched_tokens
+        elif hasattr(run.request, "py_num_connector_matched_tokens"):
             run.request.py_num_connector_matched_tokens = run.taken
         return True
 

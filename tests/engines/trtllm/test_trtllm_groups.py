@@ -92,11 +92,12 @@ def test_many_requests_share_few_pages_that_change_hands_at_once(
 @generations
 @windowed
 @pytest.mark.parametrize("taken", [0, BLOCK, CHUNK + 2 * BLOCK])
+@pytest.mark.parametrize("says_so", ["call", "note"])
 def test_the_engine_may_take_less_than_it_is_offered_down_to_any_block(
-    names: Any, server: TrtllmServer, toy: Toy, taken: int
+    names: Any, server: TrtllmServer, toy: Toy, taken: int, says_so: str
 ) -> None:
     text = fresh(4 * CHUNK + 1)
-    with server.engine(names, toy, layouts=True, take_at_most=taken) as engine:
+    with server.engine(names, toy, layouts=True, take_at_most=taken, says_so=says_so) as engine:
         cold = engine.generate(text)
         warm = engine.generate(text, answer=CHUNK)
         assert (warm.offered, warm.taken) == (4 * CHUNK, taken)
