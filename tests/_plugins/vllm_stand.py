@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ class EngineProcess:
         log: Path,
         environment: dict[str, str] | None = None,
         driver: Path = DRIVER,
+        command: Sequence[str] = (),
     ) -> None:
+        """`command` is what runs it, where it is not to be run as it is."""
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
@@ -47,7 +50,7 @@ class EngineProcess:
         self.log = log
         with log.open("w") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, str(driver), json.dumps(options)],
+                [*command, sys.executable, str(driver), json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
