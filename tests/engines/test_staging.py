@@ -18,7 +18,7 @@ import logging
 import numpy as np
 import torch
 from device_scenarios import DeviceScenarios
-from device_stand import STORAGES, WAYS, MemoryLocks, Site, mapped
+from device_stand import STORAGES, WAYS, MemoryLocks, Site, mapped, wait_for
 
 from lmcache.core.arena import SLAB_BYTES
 from lmcache.engines import staging
@@ -81,7 +81,9 @@ def batches() -> tuple[BatchedCopies, list[int]]:
         counts.append(count)
         return 0
 
-    return BatchedCopies(ctypes.cast(copy, ctypes.c_void_p).value or 0, lambda: 77), counts
+    many = BatchedCopies(ctypes.cast(copy, ctypes.c_void_p).value or 0, lambda: 77)
+    many.function = copy  # type: ignore[attr-defined]  # it goes with its last reference, and a driver's does not
+    return many, counts
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: storage.__name__)
@@ -119,7 +121,7 @@ def test_an_arena_is_locked_slab_by_slab_in_the_background_and_unlocked_before_i
     size = SLAB_BYTES + (4 << 20)
     with mapped(size, pins) as arena:
         address = ctypes.addressof(ctypes.c_char.from_buffer(arena.memory))
-        wait_until_reached(pins, address, size)
+        wait_for(lambda: pins.reaches(address, size))
         assert locks.held == {address: SLAB_BYTES, address + SLAB_BYTES: 4 << 20}
         assert locks.threads == {"lmcache-prefault"}
         assert not pins.reaches(address, size + 1)
@@ -158,19 +160,6 @@ def test_where_the_limit_is_reached_what_is_locked_stays_so_and_one_warning_says
         "reached. The rest is copied through buffers, which is slower. Raise the limit on locked memory of this "
         "process (`ulimit -l unlimited`; for a container `--ulimit memlock=-1`), or give the server a smaller L1"
     )
-
-
-def wait_until_reached(pins: Pins, address: int, size: int) -> None:
-    wait_for(lambda: pins.reaches(address, size))
-
-
-def wait_for(condition: staging.Any) -> None:
-    import time
-
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
