@@ -2,6 +2,7 @@
 
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import lmcache
+from lmcache.plugins.manager import PluginManager
 
 ENGINES = {"torch", "vllm", "sglang", "tensorrt_llm", "numpy"}
 DEAR = {"rich", "prometheus_client", "matplotlib", "zstandard", "cryptography", "redis", "obstore"}
@@ -113,6 +115,44 @@ def test_importing_lmcache_itself_loads_nothing_but_the_version() -> None:
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
 
     assert done.stdout == f"['lmcache'] {lmcache.__version__}\n"
+
+
+ADAPTERS = {adapter.engine: adapter for adapter in PluginManager().adapters() if adapter.distributions}
+"""Of engines that are somebody else's."""
+
+REGISTRY = ROOT / "lmcache" / "plugins" / "sources.py"
+"""The one file outside its own folder that an engine's adapter is named in: the list of built-in plugins."""
+
+KNOW_NO_ENGINE = [
+    *(
+        path
+        for package in ("geometry", "core", "plugins", "simulator")
+        for path in (ROOT / "lmcache" / package).rglob("*.py")
+    ),
+    # shared by adapters; `engines/models` is a copy of one engine's rules, and says so
+    *(ROOT / "lmcache" / "engines").glob("[!_]*.py"),
+]
+
+
+@pytest.mark.parametrize("engine", ADAPTERS)
+def test_an_engine_is_named_in_its_own_folder_and_in_one_line_of_a_list(engine: str) -> None:
+    names = "|".join(re.escape(name) for name in (engine, *ADAPTERS[engine].distributions))
+    naming = {
+        path: [line.strip() for line in path.read_text().splitlines() if re.search(names, line, re.IGNORECASE)]
+        for path in KNOW_NO_ENGINE
+    }
+    assert naming.pop(REGISTRY) == [f'"{ADAPTERS[engine].__module__}",']
+    assert {path: lines for path, lines in naming.items() if lines} == {}
+
+
+@pytest.mark.parametrize("engine", ADAPTERS)
+def test_no_adapter_imports_another_ones(engine: str) -> None:
+    folder = ROOT.joinpath(*ADAPTERS[engine].__module__.split(".")).parent
+    others = "|".join(
+        {each.__module__.rpartition(".")[0] for each in ADAPTERS.values()} - {f"lmcache.engines.{folder.name}"}
+    )
+    importing = [path for path in folder.rglob("*.py") if re.search(rf"\b(?:{others})\b", path.read_text())]
+    assert importing == []
 
 
 def test_imports_point_one_way() -> None:

@@ -11,22 +11,26 @@ from lmcache.errors import ServerUnavailable
 
 
 @contextlib.contextmanager
-def conversation(host: str, port: int, option: str = "--host and --port") -> Iterator[tuple[Control, Welcome]]:
+def conversation(
+    host: str, port: int, keys: str | None = None, option: str = "--host and --port"
+) -> Iterator[tuple[Control, Welcome]]:
     """Connect for the length of the block. Raises what `Control.hello` raises, with a remedy that fits the host.
 
-    `option` is what the command calls the server's address.
+    `keys` is the user's `--keys`; `option` is what the command calls the server's address.
     """
-    with Control(ServerAddress(host, port)) as control:
+    with Control(ServerAddress(host, port), keys=keys) as control:
         try:
             welcome = control.hello()
         except ServerUnavailable as error:
             if _is_loopback(host):
                 remedy = error.remedy.replace("--host and --port", option)
                 raise ServerUnavailable(str(error).removesuffix(f"; {error.remedy}"), remedy=remedy) from error
-            # nothing that is started elsewhere would answer: every server listens on its own host's loopback only
+            if error.__cause__ is None:
+                raise  # something is there, and did not let us in
             raise ServerUnavailable(
-                f"no lmcache server answers at {address_text(host, port)}: {error.__cause__ or 'no reply'}",
-                remedy=f"a server answers on its own host only: type the command there, {_there(option)}",
+                f"no lmcache server answers at {address_text(host, port)}: {error.__cause__}",
+                remedy="unless it is started with --host and --keys, a server answers on its own host only: type the "
+                f"command there, {_there(option)}",
             ) from error
         yield control, welcome
 

@@ -142,7 +142,7 @@ def explain_server(address: str) -> list[Subject]:
     from lmcache.core.control import ServerAddress
 
     where = ServerAddress.parse(address)
-    with conversation(where.host, where.port, "--server") as (control, _):
+    with conversation(where.host, where.port, option="--server") as (control, _):
         report = control.status()
 
     def subject(served: Served) -> Subject:

@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = {
     "pin": "Keep a prompt's stored chunks for a while, whatever comes.",
     "unpin": "End a pin before its time.",
     "wait-idle": "Wait until no store is in flight on a server.",
+    "keys": "Make keys for a server and its clients on other hosts.",
     "plugins": "List plugins, and what each brings.",
     "engines": "List engines: versions found and supported, what was validated.",
     "tier": "List, verify and repair what a storage tier holds.",

@@ -95,8 +95,14 @@ def _is_number(text: str) -> bool:
 
 
 def server_address(function: F) -> F:
-    """`--host` and `--port` of a server to talk to."""
+    """`--host`, `--port` and `--keys` of a server to talk to."""
     for option in (
+        click.option(
+            "--keys",
+            metavar="PATH",
+            help="Keys that the server wants: client.key of `lmcache keys new`, or its folder. Without the flag, what "
+            "the variable LMCACHE_KEYS names.",
+        ),
         click.option(
             "--port",
             type=WholeNumber("use 1 to 65535", 1, 65535),

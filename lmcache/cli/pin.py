@@ -37,6 +37,7 @@ def pin(
     listing: bool,
     host: str,
     port: int,
+    keys: str | None,
     as_json: bool,
 ) -> None:
     """Keep what is stored of a prompt until its time is over, or `lmcache unpin` ends it.
@@ -49,7 +50,7 @@ def pin(
     if not listing and (source is None or ttl is None):
         raise click.UsageError("a pin needs --tokens FILE and --ttl TIME; --list shows those that there are")
     tokens = [] if source is None else _token_ids(source)
-    with conversation(host, port) as (control, _):
+    with conversation(host, port, keys) as (control, _):
         if listing:
             _show(control.status()["prefix_pins"], as_json)
             return

@@ -8,12 +8,12 @@ from lmcache.cli.options import address_text, as_json, server_address
 @click.command(short_help="Ask a server whether it answers, and how fast.")
 @server_address
 @as_json
-def ping(host: str, port: int, as_json: bool) -> None:
+def ping(host: str, port: int, keys: str | None, as_json: bool) -> None:
     """Ask a server who it is and how long a round trip takes. Exit code 1 if none answers."""
     from lmcache.cli.conversation import conversation
 
     address = address_text(host, port)
-    with conversation(host, port) as (control, welcome):
+    with conversation(host, port, keys) as (control, welcome):
         seconds = control.ping()
     if as_json:
         import json

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Run the cache server.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; loopback only.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on. Anything but loopback needs --keys, or --insecure.",
+)
 @click.option(
     "--port",
     type=WholeNumber("use 1 to 65535, or 0 for any free one"),
@@ -38,11 +43,30 @@ if TYPE_CHECKING:
     help="TCP port to listen on; 0 takes any free one.",
 )
 @click.option(
+    "--keys",
+    metavar="PATH",
+    help="Let in only whoever has the keys, and encrypt what is said on TCP: server.key of `lmcache keys new`, or its "
+    "folder. Engines on other hosts are served then.",
+)
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Let in everybody who reaches the address, engines on other hosts included: they read and write the cache.",
+)
+@click.option(
+    "--bulk-port",
+    type=WholeNumber("use 1 to 65535, or 0 for any free one"),
+    metavar="PORT",
+    help="TCP port on which engines on other hosts are served; 0 takes any free one. Without the flag the next one "
+    "after --port, if there is --keys or --insecure, and else none.",
+)
+@click.option(
     "--chunk-size",
     type=WholeNumber("give a number of tokens, like 256"),
     metavar="TOKENS",
     help="Tokens that are cached as one unit, a multiple of every KV group's tokens per block. Strict: an engine that "
-    "it does not fit is refused. Without the flag each engine gets 256, rounded up to what its geometry allows.",
+    "it does not fit is refused. Without the flag each engine gets 256, rounded up to what its geometry allows. "
+    "SGLang's chunks are its pages either way.",
 )
 @click.option(
     "--l1-size-gb",
@@ -167,6 +191,9 @@ def server(
     *,
     host: str,
     port: int,
+    keys: str | None,
+    insecure: bool,
+    bulk_port: int | None,
     chunk_size: int | None,
     l1_bytes: int,
     cell_kib: int,
@@ -192,6 +219,9 @@ def server(
     config = ServerConfig(
         host=host,
         port=port,
+        keys=keys,
+        insecure=insecure,
+        bulk_port=bulk_port,
         chunk_size=chunk_size,
         l1_bytes=l1_bytes,
         cell_bytes=cell_kib * KIB,

@@ -18,11 +18,11 @@ _WIDTH_OF_A_PIPE = 160
 @click.command(short_help="Show what a server holds and has done.")
 @server_address
 @as_json
-def status(host: str, port: int, as_json: bool) -> None:
+def status(host: str, port: int, keys: str | None, as_json: bool) -> None:
     """Show what a server holds, which engines are connected, and what it has done since it started."""
     from lmcache.cli.conversation import conversation
 
-    with conversation(host, port) as (control, _):
+    with conversation(host, port, keys) as (control, _):
         report = control.status()
     if as_json:
         import json

@@ -18,11 +18,11 @@ from lmcache.cli.options import address_text, server_address
     metavar="SECONDS",
     help="How long to wait; exit code 1 if stores are still in flight then.",
 )
-def wait_idle(host: str, port: int, timeout: float) -> None:
+def wait_idle(host: str, port: int, keys: str | None, timeout: float) -> None:
     """Wait until no store is in flight. For scripts that drop an engine's cache, or stop it, and then expect hits."""
     from lmcache.cli.conversation import conversation
 
-    with conversation(host, port) as (control, _):
+    with conversation(host, port, keys) as (control, _):
         control.wait_idle(timeout, _progress())
     click.echo(f"no store is in flight at {address_text(host, port)}")
 

@@ -23,7 +23,7 @@ class EngineAdapter(abc.ABC):
     """
 
     engine: ClassVar[str]
-    """The engine's name as people write it: `vllm`."""
+    """The engine's name as people write it, in one word."""
     module: ClassVar[str]
     """Dotted name of the module that the engine loads."""
     distributions: ClassVar[tuple[str, ...]] = ()

@@ -16,6 +16,7 @@ from lmcache.core.blob_format import ALIGNMENT, BlobHeader, Finding, blob_key, e
 from lmcache.core.codec import Codec
 from lmcache.core.tier import Buffer, StorageTier
 from lmcache.errors import CodecError
+from lmcache.geometry.groups import Geometry
 
 _NAMESPACES = 1024
 """Namespaces whose encoded facts are remembered: more would be a client that sends a new one each time."""
@@ -52,6 +53,10 @@ class BlobIdentity:
     tenant: str = attrs.field(eq=False)
     chunk_size: int = attrs.field(eq=False)
     """Tokens."""
+    parent: bytes = attrs.field(default=b"", eq=False)
+    """Chain hash of the chunk before, for stores that know chunks; empty where there is none, or to read."""
+    geometry: Geometry | None = attrs.field(default=None, eq=False, repr=False)
+    """Of the namespace, for stores that know chunks."""
 
     @property
     def key(self) -> str:

@@ -349,6 +349,25 @@ class Cache:
         self.tickets[ticket.id] = ticket
         return ticket
 
+    def holds(self, namespace: Namespace, chain_hash: ChainHash, slot: int) -> bool:
+        """Whether this shard of the chunk can be read."""
+        node = namespace.nodes.get(chain_hash)
+        return node is not None and node.shards[slot] is not None and node.expires > self.residents.now
+
+    def take(self, owner: int, namespace: Namespace, chain_hash: ChainHash, slot: int, rank: int) -> Ticket | None:
+        """A ticket for one chunk, whatever groups of it are there, that `rank` alone confirms; None: it cannot be had.
+
+        The chunk counts as used by nobody: whoever asks keeps it from then on.
+        """
+        node = namespace.nodes.get(chain_hash)
+        if node is None or not self.holds(namespace, chain_hash, slot):
+            return None
+        if (self.pins.get(owner) or Pins()).added_by([node]) > self._pin_limit:
+            return None
+        ticket = self._issue(self.new_id(), owner, namespace, Hit(0, ()), [node])
+        ticket.waiting = {rank}
+        return ticket
+
     def open(self, ticket_id: int, namespace: Namespace, rank: int) -> tuple[Hit, list[bytes]]:
         """The hit, and for each group the packed cells of `rank`'s objects, chunk after chunk."""
         ticket = self.tickets.get(ticket_id)

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import attrs
 
-from lmcache.core.control import Control, ServerAddress
+from lmcache.core.control import Control, ServerAddress, client_keys
 from lmcache.core.link import Engine, Link, Pending
 from lmcache.core.protocol import ErrorCode
-from lmcache.errors import LMCacheError, ProtocolError, Refused, ServerUnavailable
+from lmcache.errors import LinkLost, LMCacheError, ProtocolError, Refused, ServerUnavailable
 
 __all__ = ["Client", "ClientSettings", "Engine", "Link", "Pending", "ServerAddress"]
 
@@ -38,6 +38,8 @@ class ClientSettings:
     """Pause after the first failed attempt to register; it doubles from one to the next."""
     retry_max: float = 2.0
     """Longest pause."""
+    keys: str = ""
+    """File or folder of the keys that the server wants; empty for what LMCACHE_KEYS names, or none."""
 
 
 class Client:
@@ -50,11 +52,13 @@ class Client:
         settings: ClientSettings = ClientSettings(),
         on_refused: Callable[[ProtocolError], None] | None = None,
     ) -> None:
+        """Raises ConfigError for keys that cannot be read, and nothing else."""
         self.address = address
         self.engine = engine
         self.settings = settings
         self.refusal: ProtocolError | None = None
         """Why the newest server refused this engine; None while it does not."""
+        self._keys = client_keys(settings.keys)
         self._on_refused = on_refused
         self._link: Link | None = None
         self._why: LMCacheError = ServerUnavailable(f"not connected to {address} yet")
@@ -77,6 +81,9 @@ class Client:
 
     def close(self) -> None:
         """End the link and the thread. Idempotent."""
+        link = self._link
+        if link is not None and not self._closing.is_set():
+            link.drain(self.settings.deadline)
         self._closing.set()
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
@@ -120,9 +127,23 @@ class Client:
         return None
 
     def _register(self) -> Link:
-        with Control(self.address, self.settings.deadline) as control:
+        keys = self._keys
+        with Control(self.address, self.settings.deadline, keys) as control:
             welcome = control.hello()
-        return Link.register(welcome.socket, self.engine, self.settings.deadline)
+        if not welcome.bulk_port:
+            return Link.register(welcome.socket, self.engine, self.settings.deadline)
+        try:
+            link = Link.register(welcome.socket, self.engine, self.settings.deadline)
+        except LinkLost as error:
+            log.debug("going over the bulk channel: %s", error)
+        else:
+            if link.epoch == welcome.epoch:
+                return link
+            link.close()  # a path of that name leads to another server on this host
+        from lmcache.core.remote_link import RemoteLink
+
+        where = ServerAddress(self.address.host, welcome.bulk_port)
+        return RemoteLink.register_at(where, keys, self.engine, self.settings.deadline)
 
     def _failed(self, error: LMCacheError) -> None:
         if str(error) != str(self._why):  # one line a cause, not one an attempt

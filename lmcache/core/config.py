@@ -23,24 +23,20 @@ def _check_port(_: object, _attribute: "attrs.Attribute[int]", value: int) -> No
         raise ConfigError(f"--port {value} is no TCP port", remedy="use 1 to 65535, or 0 for any free one")
 
 
-def _check_host(_: object, _attribute: "attrs.Attribute[str]", value: str) -> None:
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches the address."""
     try:
-        loopback = value == "localhost" or ipaddress.ip_address(value).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        loopback = False
-    if not loopback:
-        raise ConfigError(
-            f"--host {value} is not a loopback address, and this version does not authenticate its peers",
-            remedy="use 127.0.0.1; engines must run on the same host",
-        )
+        return False
 
 
 @attrs.frozen
 class ServerConfig:
     """What `lmcache server` was asked for."""
 
-    host: str = attrs.field(default="127.0.0.1", validator=_check_host)
-    """Loopback only."""
+    host: str = "127.0.0.1"
+    """Anything but loopback needs `keys`, or `insecure`."""
     port: int = attrs.field(default=5555, validator=_check_port)
     """TCP; 0 takes a free one."""
     chunk_size: int | None = None
@@ -61,8 +57,15 @@ class ServerConfig:
     """Times as fast as computing that reading from tiers has to be, by measure of both; 0 reads everything."""
     guarantees: Mapping[str, int] = attrs.field(factory=dict)
     """Bytes of L1 that others cannot take from a tenant, once its chunks fill them."""
+    keys: str | None = None
+    """File or folder of the CURVE keys that whoever speaks TCP has to prove; None asks nobody."""
+    insecure: bool = False
+    """Whether the user accepts that anybody who reaches the address reads and writes the cache."""
+    bulk_port: int | None = None
+    """TCP port of the bulk channel; 0 takes a free one; None the next after `port`, where there is one."""
 
     def __attrs_post_init__(self) -> None:
+        self._check_network()
         if self.chunk_size is not None and self.chunk_size < 1:
             raise ConfigError(
                 f"--chunk-size {self.chunk_size} is not positive", remedy="give a number of tokens, like 256"
@@ -89,6 +92,32 @@ class ServerConfig:
                 remedy="give more memory, or smaller cells with --l1-cell-kb",
             )
         self._check_limits()
+
+    def _check_network(self) -> None:
+        if not is_loopback(self.host) and not (self.keys or self.insecure):
+            raise ConfigError(
+                f"--host {self.host} is not a loopback address: whoever reaches it could read and write the cache",
+                remedy="make keys with `lmcache keys new FOLDER` and give them with --keys FOLDER, or accept that with "
+                "--insecure",
+            )
+        if self.keys and self.insecure:
+            raise ConfigError(
+                "--keys and --insecure contradict each other", remedy="drop --insecure: with keys it is secure"
+            )
+        if self.bulk_port is not None:
+            if not 0 <= self.bulk_port <= 65535:
+                raise ConfigError(
+                    f"--bulk-port {self.bulk_port} is no TCP port", remedy="use 1 to 65535, or 0 for any free one"
+                )
+            if self.bulk_port and self.bulk_port == self.port:
+                raise ConfigError(f"--bulk-port {self.bulk_port} is --port, too", remedy="give each a port of its own")
+        elif self.bulk and self.port == 65535:
+            raise ConfigError("no port follows --port 65535", remedy="choose one for the bulk channel with --bulk-port")
+
+    @property
+    def bulk(self) -> bool:
+        """Whether engines on other hosts are to be served: then there is a bulk channel."""
+        return bool(self.keys) or self.insecure or self.bulk_port is not None
 
     def _check_limits(self) -> None:
         for flag, limits in (("--quota", self.quotas), ("--guarantee", self.guarantees)):

@@ -1,6 +1,7 @@
 """One client's Unix connection, as the server sees it: framing and buffering, without a thought about content.
 
-The connection is the client's liveness: when it ends, in whatever way, the client is dead.
+The connection is the client's liveness: when it ends, in whatever way, the client is dead. A client on another host has
+one as well: its other end is the gateway's, which relays to the bulk channel.
 """
 
 import array
@@ -8,6 +9,7 @@ import itertools
 import os
 import socket
 import struct
+from collections.abc import Callable
 
 from lmcache.core.index import Namespace
 from lmcache.core.protocol import MAX_FRAME, Lookup, Role
@@ -30,53 +32,40 @@ _READ = 1 << 16  # a buffer of more than 128 KiB costs a memory mapping, and 25 
 _numbers = itertools.count(1)
 
 
+def _nothing() -> None:
+    """A client that has the arena mapped has itself to keep from writing: that is what the trust in it means."""
+
+
 class ConnectionEnded(Exception):
     """The peer closed, reset, hung up or overran its limits; the message says which."""
 
 
-class Connection:
-    """A non-blocking stream of messages to one client. All methods are the server thread's."""
+class Stream:
+    """A non-blocking stream of messages, each preceded by its length. One thread's."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.socket = sock
-        self.owner = next(_numbers)
-        """The server's number for this client: never used twice."""
-        self.namespace: Namespace | None = None
-        """Set by `Register`."""
-        self.role = Role.SCHEDULER
-        self.rank = 0
-        self.pid, self.uid, _ = _CREDENTIALS.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
-        self.unanswered: dict[int, Lookup] = {}
-        """Lookups that tiers are being looked at for, by what they are asked for again with: to be recorded."""
         self._received = bytearray()
         self._unsent = bytearray()
 
-    def __str__(self) -> str:
-        if self.namespace is None:
-            return f"a client (pid {self.pid}) that has not registered"
-        model = self.namespace.facts.get("model", "a model without a name")
-        return f"{self.role.value} {self.rank} of {model} (pid {self.pid}, namespace {self.namespace.digest.hex()})"
-
     @property
-    def trusted(self) -> bool:
-        """Whether the peer may map the arena: the server's own user, or root. Abstract sockets have no permissions."""
-        return self.uid in (os.geteuid(), 0)
+    def allowed(self) -> int:
+        """Bytes of the largest message."""
+        return MAX_FRAME
 
     @property
     def unsent(self) -> bool:
-        """Whether answers wait for the client to read."""
+        """Whether messages wait for the other side to read."""
         return bool(self._unsent)
 
     @property
     def behind(self) -> bool:
-        """Whether whole messages have arrived that wait for the client's next turn."""
+        """Whether whole messages have arrived that wait for the next turn."""
         return self._next_length() is not None
 
     def receive(self) -> list[bytes]:
-        """The client's messages of one turn, of all that have arrived.
+        """The other side's messages of one turn, of all that have arrived.
 
         Raises ConnectionEnded, and ProtocolError for a frame that is too large.
         """
@@ -107,9 +96,8 @@ class Connection:
         if len(self._received) - start < LENGTH.size:
             return None
         length = int(LENGTH.unpack_from(self._received, start)[0])
-        allowed = MAX_FRAME if self.namespace else MAX_UNREGISTERED_FRAME
-        if length > allowed:
-            raise ProtocolError(f"a frame of {length} bytes; {allowed} are allowed")
+        if length > self.allowed:
+            raise ProtocolError(f"a frame of {length} bytes; {self.allowed} are allowed")
         return length if len(self._received) - start - LENGTH.size >= length else None
 
     def send(self, body: bytes, descriptor: int | None = None) -> None:
@@ -147,3 +135,47 @@ class Connection:
     def close(self) -> None:
         """Close the socket."""
         self.socket.close()
+
+
+class Connection(Stream):
+    """The stream of one client. All methods are the server thread's."""
+
+    def __init__(self, sock: socket.socket, origin: str = "") -> None:
+        """`origin` is the address of a client on another host, whose messages somebody relays over `sock`."""
+        super().__init__(sock)
+        self.origin = origin
+        self.cut: Callable[[], None] = _nothing
+        """To be called once the connection is closed, before what the client was writing goes to others."""
+        self.owner = next(_numbers)
+        """The server's number for this client: never used twice."""
+        self.namespace: Namespace | None = None
+        """Set by `Register`."""
+        self.role = Role.SCHEDULER
+        self.rank = 0
+        self.pid, self.uid, _ = _CREDENTIALS.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if origin:
+            self.pid = 0  # it is our own
+        self.unanswered: dict[int, Lookup] = {}
+        """Lookups that tiers are being looked at for, by what they are asked for again with: to be recorded."""
+
+    @property
+    def allowed(self) -> int:
+        """Bytes of the largest message: few before the client has registered."""
+        return MAX_FRAME if self.namespace else MAX_UNREGISTERED_FRAME
+
+    def __str__(self) -> str:
+        if self.namespace is None:
+            return f"a client ({self._who}) that has not registered"
+        model = self.namespace.facts.get("model", "a model without a name")
+        return f"{self.role.value} {self.rank} of {model} ({self._who}, namespace {self.namespace.digest.hex()})"
+
+    @property
+    def _who(self) -> str:
+        return f"at {self.origin}" if self.origin else f"pid {self.pid}"
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the peer may map the arena: the server's own user, or root. Abstract sockets have no permissions."""
+        return self.uid in (os.geteuid(), 0)

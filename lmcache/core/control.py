@@ -4,16 +4,18 @@ Needs no arena and no Unix socket.
 """
 
 import itertools
+import os
 import socket
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import attrs
 import zmq
 
 from lmcache import __version__
+from lmcache.core.door import Knock
 from lmcache.core.protocol import (
     PROTOCOL,
     Done,
@@ -34,10 +36,25 @@ from lmcache.core.protocol import (
 )
 from lmcache.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused, ServerUnavailable, VersionMismatch
 
+if TYPE_CHECKING:
+    from lmcache.core.curve import ClientKeys
+
 ReplyT = TypeVar("ReplyT", bound=Message)
 
 IDLE_POLL_SECONDS = 0.01
 IDLE_POLL_MAX_SECONDS = 0.1
+
+
+def client_keys(path: str) -> "ClientKeys | None":
+    """Keys from a client's file or its folder, or from what LMCACHE_KEYS names; None where nobody names one.
+
+    Raises ConfigError.
+    """
+    if not path and not os.environ.get("LMCACHE_KEYS"):
+        return None  # most have none, and import nothing for them
+    from lmcache.core.curve import read_client_keys
+
+    return read_client_keys(path)
 
 
 @attrs.frozen
@@ -73,7 +90,9 @@ class Control:
     Every call ends within `deadline` seconds, with an answer or an error.
     """
 
-    def __init__(self, address: ServerAddress, deadline: float = 2.0) -> None:
+    def __init__(self, address: ServerAddress, deadline: float = 2.0, keys: "ClientKeys | str | None" = None) -> None:
+        """`keys` are the client's, or name its file or folder; None takes what LMCACHE_KEYS names, if anything."""
+        self._keys = client_keys(keys or "") if keys is None or isinstance(keys, str) else keys
         self.address = address
         self.deadline = deadline
         self._ids = itertools.count(1)
@@ -81,6 +100,11 @@ class Control:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, ":" in address.host)
+        if self._keys:
+            from lmcache.core.curve import unlock_client
+
+            unlock_client(self._socket, self._keys)
+        self._knock = Knock(self._socket, str(address), self._keys)
         try:
             self._socket.connect(address.endpoint)
         except zmq.ZMQError as error:
@@ -131,7 +155,7 @@ class Control:
         self._check_listening()  # ZeroMQ connects for ever, and never says that nobody is there
         self._socket.send(encode(request))
         until = time.monotonic() + self.deadline
-        while (remaining := until - time.monotonic()) > 0 and self._socket.poll(int(remaining * 1000) + 1):
+        while self._readable(until):
             reply = self._read(self._socket.recv_multipart()[-1])
             # id 0: the server could not even read the request
             if reply.id == request.id or (reply.id == 0 and isinstance(reply, Error)):
@@ -141,6 +165,19 @@ class Control:
             f"what listens at {self.address} did not answer as an lmcache server within {self.deadline:g} s",
             remedy="it is another program (choose another --port), or a server that has been stopped",
         )
+
+    def _readable(self, until: float) -> bool:
+        """Wait for an answer. Raises ServerUnavailable as soon as the server has refused the handshake."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._knock.monitor, zmq.POLLIN)
+        while (remaining := until - time.monotonic()) > 0:
+            ready = dict(poller.poll(int(remaining * 1000) + 1))
+            if self._knock.monitor in ready:
+                self._knock.look()
+            if self._socket in ready:
+                return True
+        return False
 
     def _check_listening(self) -> None:
         try:
@@ -162,6 +199,7 @@ class Control:
 
     def close(self) -> None:
         """Close the connection."""
+        self._knock.close()
         self._socket.close()
         self._context.term()
 

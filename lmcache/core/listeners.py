@@ -6,10 +6,14 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 
 from lmcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lmcache.core.curve import ServerKeys
 
 MAX_TCP_MESSAGE = 1 << 12
 """Bytes: nothing long is said on TCP."""
@@ -19,22 +23,31 @@ TCP_BACKLOG = 64
 
 
 @contextlib.contextmanager
-def bind_router(host: str, port: int) -> Iterator[tuple["zmq.Socket[bytes]", int]]:
+def bind_router(host: str, port: int, keys: "ServerKeys | None" = None) -> Iterator[tuple["zmq.Socket[bytes]", int]]:
     """The TCP side, and its port. Raises ConfigError when the port is taken."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_TCP_MESSAGE)
         router.setsockopt(zmq.RCVHWM, TCP_BACKLOG)
         router.setsockopt(zmq.SNDHWM, TCP_BACKLOG)
-        router.setsockopt(zmq.IPV6, ":" in host)
-        try:
-            router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {zmq.strerror(error.errno or 0)}",
-                remedy="stop what uses the port, or choose another with --port",
-            ) from error
-        yield router, int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        if keys is not None:
+            from lmcache.core.curve import lock_server
+
+            lock_server(router, keys)
+        yield router, bind_tcp(router, host, port, "--port")
+
+
+def bind_tcp(sock: "zmq.Socket[bytes]", host: str, port: int, option: str) -> int:
+    """Listen on a port, 0 for any free one; returns which. Raises ConfigError, naming `option`, when it is taken."""
+    sock.setsockopt(zmq.IPV6, ":" in host)
+    try:
+        sock.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {zmq.strerror(error.errno or 0)}",
+            remedy=f"stop what uses the port, or choose another with {option}",
+        ) from error
+    return int(sock.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
 
 @contextlib.contextmanager

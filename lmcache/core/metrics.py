@@ -29,6 +29,12 @@ class Counters:
     requests_refused: int = _counter("requests", "requests answered with an error")
     messages_malformed: int = _counter("messages", "messages that could not be read, on either transport")
     clients_refused: int = _counter("clients", "Unix connections turned away")
+    peers_refused: int = _counter("handshakes", "peers on TCP that had no keys, or the wrong ones")
+    bulk_messages_malformed: int = _counter(
+        "messages", "messages on the bulk channel that could not be read or broke a rule; each cost its sender the link"
+    )
+    bulk_bytes_in: int = _counter("bytes", "bytes of cells that clients on other hosts have written")
+    bulk_bytes_out: int = _counter("bytes", "bytes of cells that clients on other hosts have read")
     policy_errors: int = _counter(
         "errors", "calls in which a policy failed (eviction, admission, retention); the first of a kind is logged"
     )

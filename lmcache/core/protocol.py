@@ -8,6 +8,15 @@ reply to `Hello` names a Unix stream socket (abstract: no file is left). There e
 (4 bytes, little endian, at most `MAX_FRAME`), the first reply carries the arena's memfd, and the connection *is* the
 client's liveness: when it ends, whatever the client had reserved is freed and its tickets are dropped.
 
+**On another host** no Unix socket is in reach. `Welcome` names a second TCP port, of the *bulk channel*, where a ZeroMQ
+ROUTER takes everything that the Unix socket takes, one message a frame. The arena's bytes travel there, too: `Write`
+fills granted cells and `Read` asks for cells of a ticket, each for a piece of one cell of at most `PIECE_BYTES`, which
+is a second frame of the `Write` and of the answer to `Read`. Each carries a checksum. A writer sends the bytes of every
+cell in order, from its first to the last that the object uses, then `Commit`. A frame of no bytes ends a conversation.
+
+**Other servers** for which this one is a storage tier register as workers, on the bulk channel. `Peek` tells them what
+is in L1, `Take` pins one shard that they then `Read`, and `Confirm`. They store as any worker does.
+
 **Commands** speak TCP: `Ping`, `Status`, and `Pin` and `Unpin`, which name a namespace by its digest, as `Status` does.
 
 **Order.** On a Unix connection: `Register`, then anything. Replies may come in another order than requests: `id` ties
@@ -48,6 +57,9 @@ T = TypeVar("T")
 
 PROTOCOL = 2
 """Raised with every change that an older peer would misread."""
+
+PIECE_BYTES = 1 << 20
+"""Bytes of a cell that travel in one message, at most."""
 
 MAX_FRAME = 16 << 20
 """Bytes of the largest message; far more than any that is answered with more than a refusal."""
@@ -125,6 +137,8 @@ class Welcome(Message, frozen=True, array_like=True, tag=True):
     epoch: str
     socket: str
     """Address of the Unix socket; a leading `@` means abstract."""
+    bulk_port: int = 0
+    """TCP port of the bulk channel; 0 where the server has none."""
 
 
 class Ping(Message, frozen=True, array_like=True, tag=True):
@@ -291,6 +305,72 @@ class Done(Message, frozen=True, array_like=True, tag=True):
     pass
 
 
+# ------------------------------------------------------------------------------------------------ on the bulk channel
+
+
+class Write(Message, frozen=True, array_like=True, tag=True):
+    """Followed by a frame with the bytes for a piece of a granted cell: answered with `Written`."""
+
+    reservation: int
+    cell: int
+    offset: int
+    """Bytes into the cell: as many as have been written of it."""
+    checksum: int
+    """xxh3_64 of the bytes."""
+
+
+class Written(Message, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Read(Message, frozen=True, array_like=True, tag=True):
+    """Ask for a piece of a cell of an open ticket: answered with `Contents`."""
+
+    ticket: int
+    cell: int
+    offset: int
+    """Bytes into the cell."""
+    length: int
+
+
+class Contents(Message, frozen=True, array_like=True, tag=True):
+    """Followed by a frame with the bytes."""
+
+    checksum: int
+
+
+# ----------------------------------------------------------------------------------------------- of other servers
+
+
+class Peek(Message, frozen=True, array_like=True, tag=True):
+    """Ask which chunks have one shard of one group in L1: answered with `Peeked`. Worker."""
+
+    hashes: bytes
+    """Joined chain hashes, in any order."""
+    group: int
+    shard: int
+
+
+class Peeked(Message, frozen=True, array_like=True, tag=True):
+    there: bytes
+    """One byte for each chunk: 1 if it can be had."""
+
+
+class Take(Message, frozen=True, array_like=True, tag=True):
+    """Ask for one shard of one group of one chunk, whatever hit it may be part of: answered with `Taken`. Worker."""
+
+    chain_hash: bytes
+    group: int
+    shard: int
+
+
+class Taken(Message, frozen=True, array_like=True, tag=True):
+    ticket: int
+    """Pins the chunk until this client confirms it, or drops it; 0 when the shard is not there."""
+    cells: bytes
+    """Little-endian 32-bit cell numbers of the object."""
+
+
 Request = (
     Hello
     | Ping
@@ -306,8 +386,28 @@ Request = (
     | Open
     | Confirm
     | Drop
+    | Write
+    | Read
+    | Peek
+    | Take
 )
-Reply = Error | Welcome | Pong | StatusReport | Pinned | Registered | Reserved | Found | Opened | Confirmed | Done
+Reply = (
+    Error
+    | Welcome
+    | Pong
+    | StatusReport
+    | Pinned
+    | Registered
+    | Reserved
+    | Found
+    | Opened
+    | Confirmed
+    | Done
+    | Written
+    | Contents
+    | Peeked
+    | Taken
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)

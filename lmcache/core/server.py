@@ -13,6 +13,7 @@ import os
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,8 +55,10 @@ from lmcache.core.service import HANDLERS, Service, check_version
 from lmcache.core.voices import Speakers
 from lmcache.errors import ConfigError, LMCacheError, ProtocolError, Refused
 
-if TYPE_CHECKING:  # most servers neither record nor have tiers, and start without what that takes
+if TYPE_CHECKING:  # most servers neither record nor have tiers or keys, and start without what that takes
     from lmcache.core.blob import BlobStore
+    from lmcache.core.curve import ServerKeys
+    from lmcache.core.gateway import Gateway
     from lmcache.core.recording import Recorder
     from lmcache.core.tier_url import TierSettings
     from lmcache.core.tiering import Tiering
@@ -102,6 +105,8 @@ class Server:
         self._behind: dict[int, Connection] = {}
         """Connections with messages that wait for their next turn."""
         self._accept_again = 0.0
+        self._admitted: deque[Connection] = deque()
+        """Clients of the gateway that the loop has not taken in yet."""
         with contextlib.ExitStack() as opened:
             try:
                 self._open(opened, policy, recorder, speakers, tiers)
@@ -123,7 +128,8 @@ class Server:
         tiers: "Sequence[tuple[BlobStore, TierSettings]]",
     ) -> None:
         config = self.config
-        self._router, self.port = opened.enter_context(bind_router(config.host, config.port))
+        keys = _server_keys(config)
+        self._router, self.port = opened.enter_context(bind_router(config.host, config.port, keys))
         self._listener, self.socket_address = opened.enter_context(listen(config.socket_dir, self.port, self.epoch))
         self._wake_receiver, self._wake_sender = socket.socketpair()
         opened.enter_context(self._wake_receiver)
@@ -146,10 +152,29 @@ class Server:
         )
         # before the mapping is closed: until then their calls may read and write there
         opened.callback(self.service.tiering.close)
+        self._gateway = None
+        if config.bulk:
+            self._gateway = self._open_gateway(opened, keys, mapping)
         self._selector = opened.enter_context(selectors.DefaultSelector())
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._woken)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._router.fileno(), selectors.EVENT_READ, _nothing)
+
+    def _open_gateway(self, opened: contextlib.ExitStack, keys: "ServerKeys | None", mapping: Mapping) -> "Gateway":
+        from lmcache.core.gateway import Gateway  # only where there may be engines on other hosts
+
+        config = self.config
+        port = config.bulk_port if config.bulk_port is not None else self.port + 1 if config.port else 0
+        memory = mapping.memory
+        opened.callback(memory.release)
+        gateway = Gateway(self._router.context, config.host, port, keys, memory, self._admit, self._router)
+        opened.callback(gateway.close)
+        return gateway
+
+    @property
+    def bulk_port(self) -> int:
+        """TCP port of the bulk channel; 0 where there is none."""
+        return self._gateway.port if self._gateway else 0
 
     def _tiering(self, tiers: "Sequence[tuple[BlobStore, TierSettings]]", mapping: Mapping, cache: Cache) -> "Tiering":
         from lmcache.core.tiering import Tiering
@@ -171,7 +196,7 @@ class Server:
         """Serve until `stop`, then drain and close everything. Call once, from any one thread."""
         log.info(
             "lmcache %s (pid %d, epoch %s) serves %s and %s; policy %s, L1 %d cells of %d KiB",
-            *(__version__, os.getpid(), self.epoch, self.address, self.socket_address),
+            *(__version__, os.getpid(), self.epoch, self._listens_on, self.socket_address),
             *(self.service.cache.policy.name, self.config.cells, self.config.cell_bytes >> 10),
         )
         with collector_off():
@@ -196,6 +221,10 @@ class Server:
         self.service.advance()
         self._listen_again()
 
+    @property
+    def _listens_on(self) -> str:
+        return f"{self.address} (bulk channel: port {self.bulk_port})" if self._gateway else self.address
+
     def stop(self) -> None:
         """Ask the loop to end; safe in a signal handler and from any thread."""
         self._stopping = self._stopping or time.monotonic()
@@ -206,6 +235,8 @@ class Server:
         for connection in list(self._connections.values()):
             self._end(connection, "the server is stopping")
         self._resources.close()
+        while self._admitted:
+            self._admitted.popleft().close()
 
     def wake(self) -> None:
         """Make the loop look around; from any thread."""
@@ -218,6 +249,7 @@ class Server:
                 pass
         self.service.collect_backed()
         self._retry = True
+        self._take_in()
 
     def _finished(self) -> bool:
         if not self._stopping:
@@ -268,7 +300,7 @@ class Server:
         match request:
             case Hello():
                 check_version(request.protocol, request.version)
-                return Welcome(request.id, PROTOCOL, __version__, self.epoch, self.socket_address)
+                return Welcome(request.id, PROTOCOL, __version__, self.epoch, self.socket_address, self.bulk_port)
             case Ping():
                 return Pong(request.id, self.epoch)
             case Status():
@@ -280,16 +312,29 @@ class Server:
         raise Refused(
             f"{type(request).__name__} is for the Unix socket",
             code=ErrorCode.UNREGISTERED,
-            remedy="engines must run on the server's host and share its network namespace",
+            remedy="on another host engines use the bulk channel",
         )
 
     def _report(self) -> dict[str, Any]:
         clients = [
-            {"role": c.role.value, "rank": c.rank, "pid": c.pid, "namespace": c.namespace.digest.hex()}
+            {
+                "role": c.role.value,
+                "rank": c.rank,
+                "pid": c.pid,
+                "host": c.origin,
+                "namespace": c.namespace.digest.hex(),
+            }
             for c in self._connections.values()
             if c.namespace
         ]
-        return {"address": self.address, "pid": os.getpid(), **self.service.report(clients)}
+        if self._gateway:
+            self._gateway.count_into(self.service.cache.counters)
+        return {
+            "address": self.address,
+            "bulk_port": self.bulk_port,
+            "pid": os.getpid(),
+            **self.service.report(clients),
+        }
 
     # -------------------------------------------------------------------------------------------- Unix: who does things
 
@@ -302,11 +347,25 @@ class Server:
             self._accept_again = time.monotonic() + ACCEPT_PAUSE_SECONDS
             return
         connection = Connection(accepted)
-        self._connections[connection.owner] = connection
-        self._selector.register(accepted, selectors.EVENT_READ, lambda mask: self._ready(connection, mask))
+        self._join(connection)
         if not connection.trusted:
             self.service.cache.counters.clients_refused += 1
             self._end(connection, f"its user {connection.uid} is not the server's")
+
+    def _join(self, connection: Connection) -> None:
+        self._connections[connection.owner] = connection
+        self._selector.register(connection.socket, selectors.EVENT_READ, lambda mask: self._ready(connection, mask))
+
+    def _admit(self, sock: socket.socket, origin: str, cut: Callable[[], None]) -> None:
+        """In the gateway's thread: a client on another host has come."""
+        connection = Connection(sock, origin)
+        connection.cut = cut
+        self._admitted.append(connection)
+        self.wake()
+
+    def _take_in(self) -> None:
+        while self._admitted:
+            self._join(self._admitted.popleft())
 
     def _listen_again(self) -> None:
         if self._accept_again and time.monotonic() >= self._accept_again:
@@ -341,7 +400,7 @@ class Server:
         answer = self._guarded(request, functools.partial(self._unix_reply, connection))
         if answer is not None:
             reply, body = answer
-            gets_arena = isinstance(reply, Registered) and connection.role is Role.WORKER
+            gets_arena = isinstance(reply, Registered) and connection.role is Role.WORKER and not connection.origin
             connection.send(body, self._segment if gets_arena else None)
 
     def _unix_reply(self, connection: Connection, request: Request) -> Message | None:
@@ -408,10 +467,19 @@ class Server:
             return
         self._selector.unregister(connection.socket)
         connection.close()
+        connection.cut()
         # only now, with the liveness channel ended, may what it was writing go to others
         self.service.owner_gone(connection.owner)
         self.service.forget_unused({id(other.namespace) for other in self._connections.values()})
         log.info("%s left: %s", connection, reason)
+
+
+def _server_keys(config: ServerConfig) -> "ServerKeys | None":
+    if config.keys is None:
+        return None
+    from lmcache.core.curve import read_server_keys
+
+    return read_server_keys(config.keys)
 
 
 def _nothing(_: int) -> None:

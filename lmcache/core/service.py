@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lmcache import __version__
-from lmcache.core.arena import Backer
+from lmcache.core.arena import SLAB_BYTES, Backer
 from lmcache.core.cache import Cache
 from lmcache.core.cells import CellAllocator
 from lmcache.core.config import ServerConfig
 from lmcache.core.connection import Connection
 from lmcache.core.index import Namespace
-from lmcache.core.keys import HASH_BYTES, namespace_digest, split_hashes
+from lmcache.core.keys import HASH_BYTES, ChainHash, namespace_digest, split_hashes
 from lmcache.core.l1_only import Answer, Asked, L1Only
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import (
@@ -33,6 +33,8 @@ from lmcache.core.protocol import (
     Lookup,
     Open,
     Opened,
+    Peek,
+    Peeked,
     Pin,
     Pinned,
     Register,
@@ -40,6 +42,8 @@ from lmcache.core.protocol import (
     Reserve,
     Reserved,
     Role,
+    Take,
+    Taken,
     Unpin,
 )
 from lmcache.core.voices import Speakers
@@ -164,11 +168,7 @@ class Service:
     def reserve(self, connection: Connection, request: Reserve, *, final: bool) -> Reserved | None:
         """None: more memory is being put behind the arena; ask again when it has come, the last time with `final`."""
         namespace = self._worker(connection)
-        groups = namespace.geometry.groups
-        if not (0 <= request.group < len(groups) and groups[request.group].cached):
-            raise _malformed(f"group {request.group} is not a cached one of {len(groups)}")
-        if not 0 <= request.shard < groups[request.group].shards:
-            raise _malformed(f"shard {request.shard} of {groups[request.group].shards}")
+        self._slot(namespace, request.group, request.shard)
         if len(request.parent) not in (0, HASH_BYTES):
             raise _malformed(f"a parent hash of {len(request.parent)} bytes")
         hashes = self._hashes(request.hashes)
@@ -246,6 +246,35 @@ class Service:
         self.cache.drop(connection.owner, request.ticket)
         return Done(request.id)
 
+    # ------------------------------------------------------------------------------------------------- other servers
+
+    def peek(self, connection: Connection, request: Peek) -> Peeked:
+        """Say which chunks have this shard."""
+        namespace = self._worker(connection)
+        slot = self._slot(namespace, request.group, request.shard)
+        there = bytes(self.cache.holds(namespace, each, slot) for each in self._hashes(request.hashes))
+        return Peeked(request.id, there)
+
+    def take(self, connection: Connection, request: Take) -> Taken:
+        """Pin one shard for another server, and say where it lies."""
+        namespace = self._worker(connection)
+        slot = self._slot(namespace, request.group, request.shard)
+        if len(request.chain_hash) != HASH_BYTES:
+            raise _malformed(f"a chain hash of {len(request.chain_hash)} bytes")
+        chain_hash = ChainHash(request.chain_hash)
+        ticket = self.cache.take(connection.owner, namespace, chain_hash, slot, connection.rank)
+        cells = ticket.held[0].shards[slot] if ticket else None
+        return Taken(request.id, ticket.id if ticket else 0, cells or b"")
+
+    @staticmethod
+    def _slot(namespace: Namespace, group: int, shard: int) -> int:
+        groups = namespace.geometry.groups
+        if not (0 <= group < len(groups) and groups[group].cached):
+            raise _malformed(f"group {group} is not a cached one of {len(groups)}")
+        if not 0 <= shard < groups[group].shards:
+            raise _malformed(f"shard {shard} of {groups[group].shards}")
+        return namespace.slot(group, shard)
+
     def owner_gone(self, owner: int) -> None:
         """A connection has ended, and what it held with it."""
         self.tiering.owner_gone(owner)
@@ -310,9 +339,11 @@ class Service:
 
     def _memory_comes(self, cells: int) -> bool:
         """Whether so many cells are not free yet and will be; what is read after them has memory asked for, too."""
-        comes = self._grow(cells)
-        self.keep_ahead()
-        return comes
+        allocator = self.cache.allocator
+        # asked for each object that is read, and what the host has to spare takes a while to find out
+        if allocator.free < min(AHEAD_BYTES - SLAB_BYTES, self.config.arena_bytes) // self.config.cell_bytes:
+            self.keep_ahead()
+        return allocator.free < cells and self._grow(cells)
 
     def _grow(self, free_cells: int) -> bool:
         """Ask for memory until `free_cells` are free; True when that is not so yet and more is on its way."""
@@ -463,5 +494,7 @@ HANDLERS: dict[type, Handler] = {
     Open: Service.open,
     Confirm: Service.confirm,
     Drop: Service.drop,
+    Peek: Service.peek,
+    Take: Service.take,
 }
 """Requests that need a Unix connection and are answered at once. `Reserve` may have to wait for memory."""

@@ -10,9 +10,12 @@ polls and gives up on them. Whatever they raise is a miss or a store that did no
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
+
+if TYPE_CHECKING:
+    from lmcache.core.blob import BlobStore
 
 Buffer = bytes | bytearray | memoryview
 
@@ -114,6 +117,10 @@ class StorageTier(abc.ABC):
     @abc.abstractmethod
     def keys(self) -> Iterator[tuple[str, int]]:
         """Every blob's key and length, in any order, for `lmcache tier`. May take as long as it takes."""
+
+    def store_of_chunks(self) -> "BlobStore | None":
+        """What is to be used in its place, by a tier that knows chunks as servers do, and no blobs under keys."""
+        return None
 
     def usage(self) -> TierUsage:
         """What it holds. Called for `lmcache status`, by the server's thread: returns at once, without I/O."""

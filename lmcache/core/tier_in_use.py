@@ -258,9 +258,12 @@ class TierInUse:
         # whole pages of the host go straight to a device; the object's last cell has room for them
         whole = -(-space.object_bytes[group] // ALIGNMENT) * ALIGNMENT
         length = min(whole, space.object_cells[group] * space.cell_bytes)
-        return self._identity(space, node.hash, slot, node.tenant), self._arena(cells, length)
+        parent = node.parent.hash if node.parent else b""
+        return self._identity(space, node.hash, slot, node.tenant, parent), self._arena(cells, length)
 
-    def _identity(self, space: Namespace, chain_hash: ChainHash, slot: int, tenant: str) -> BlobIdentity:
+    def _identity(
+        self, space: Namespace, chain_hash: ChainHash, slot: int, tenant: str, parent: bytes = b""
+    ) -> BlobIdentity:
         if space.digest not in self._spaces:
             if len(self._spaces) >= NAMESPACES:
                 self._spaces.clear()
@@ -269,7 +272,7 @@ class TierInUse:
             self._spaces[space.digest] = namespace_digest(facts), facts
         digest, facts = self._spaces[space.digest]
         group, shard = space.group_and_shard(slot)
-        return BlobIdentity(digest, facts, chain_hash, group, shard, tenant, space.chunk_size)
+        return BlobIdentity(digest, facts, chain_hash, group, shard, tenant, space.chunk_size, parent, space.geometry)
 
 
 def _bits(slots: int) -> Iterator[int]:

@@ -21,7 +21,7 @@ from lmcache.errors import ConfigError
 
 COMMON: Mapping[str, str] = {
     "codec": "how blobs are written: the name of a codec, or several joined by +",
-    "store": "when blobs are stored: write-through (as soon as they are in L1) or on-evict (when they leave it)",
+    "store": "when blobs are stored: write-through (as soon as they are in L1), on-evict (when they leave it) or never",
     "threads": "calls that may be in progress at once; 4 unless said otherwise",
     "timeout_s": "seconds that one call may take; 5 unless said otherwise",
 }
@@ -39,6 +39,8 @@ class StorePolicy(enum.StrEnum):
     """As soon as it is in L1."""
     ON_EVICT = "on-evict"
     """When it leaves L1."""
+    NEVER = "never"
+    """It is only read."""
 
 
 @attrs.frozen
@@ -130,7 +132,7 @@ class TierURL:
             return StorePolicy(text.lower())
         except ValueError:
             raise ConfigError(
-                f"--l2 {self.scheme}:// has store={text}", remedy=f"use {' or '.join(StorePolicy)}"
+                f"--l2 {self.scheme}:// has store={text}", remedy=f"use {', '.join(StorePolicy)}"
             ) from None
 
     def _threads(self) -> int:

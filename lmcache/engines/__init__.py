@@ -2,12 +2,18 @@
 
 An adapter teaches one engine to store its KV in the server and to load it back. This package is the only place where
 an engine, torch or NumPy may be imported; nothing here is imported before somebody asks for an engine by name. The
-complete example is `lmcache.engines.reference`: three small files, for an engine with every kind of KV group. Read
-them beside this text; `lmcache.engines.vllm` is the same thing for an engine that was not built for it.
+shortest complete example is `examples/lmcache-pebble-engine`: under 150 lines, for an engine of one process and one
+KV group. `lmcache.engines.reference` has ranks and every kind of group; `lmcache.engines.vllm` is the same thing for
+an engine that was not built for it. An adapter has three parts:
 
-    describe.py     what the engine's pages are            → `Geometry`, facts, `Engine`
-    scheduler.py    what to load, what may be stored       → `Link.lookup`, `Link.drop`
-    worker.py       the copies, one process a rank         → `Link.reserve`, `commit`, `open`, `confirm`, `Copier`
+    describe        what the engine's pages are            → `Geometry`, facts, `Engine`
+    scheduler half  what to load, what may be stored       → `Link.lookup`, `Link.drop`
+    worker half     the copies, one process a rank         → `Link.reserve`, `commit`, `open`, `confirm`, `Copier`
+
+What is the same for most engines is here to be used: `copying.py` (plans of copies, for pages that the CPU reaches),
+`storing.py` (a worker's stores), `staging.py` (pages on an accelerator), `weights.py` (what identifies weights), and
+`versions.py`. Adding an engine touches its own folder, its docs and tests, and one line in `plugins/sources.py`; an
+adapter of somebody else's touches nothing here.
 
 **What you need from the engine.** Block tables (which block holds which tokens, per KV group), the memory of the
 pages as uint8 views, a place in the scheduler where a request may wait for a load, a place in each worker after the
@@ -60,6 +66,9 @@ whole chunks of a request, in chain order, group by group, full groups first:
         copier.store(arena, own, [table[block] for block in kept_span(geometry.groups[group], chunk_size, chunk)])
     link.commit(reserved.reservation)               # if anything was granted
 
+`storing.Storer` is that loop with all that belongs to it: turns of ranks, chunks that found no room, servers that came
+anew. Give it a `StoreOrder` for the chunks that a step has made whole.
+
 `reserved.placed` has one `Placed` a chunk for those that were dealt with, from the first one offered on (`first`
 above). Every day, most are `PRESENT`, stored by an earlier request, or `BUSY`, being written by another engine: there
 is nothing to write, and there are no cells.
@@ -68,12 +77,24 @@ Windows lose their blocks and recurrent groups their snapshots while a request r
 them, and never store a null block. Where ranks hold the same bytes, offer only chunks with `geometry.writes(group,
 rank, chunk)`, each with its parent. Store what is computed and accepted, nothing that is speculated.
 
-**5. Prove it.** Ask the engine a prompt cold, wait until the server is idle, drop the engine's own cache, ask again:
-hits, the same tokens, the same logprobs; for prompts of one token less than k chunks, k chunks and one more, for
-every group kind, with another salt, after a restart of the server, with a rank that fails its load.
-`tests/engines/reference` does this for the example, and `tests/_plugins/fault_rounds.py` kills and stops every
-process at every step.
+**5. Prove it.** Put your engine into the words of `EngineUnderTest` (answer prompts, drop your own cache, close), and
+derive a test class from `EngineAdapterTests`:
 
-**6. Offer it.** Subclass `lmcache.core.adapter.EngineAdapter` in a module that imports no engine, and return the
-class from the hook `lmcache_register_engine_adapters`; `lmcache plugins` then lists it.
+    class TestMyEngine(EngineAdapterTests):
+        adapter, chunk_size, hit_step, wrong_chunk_size = MyAdapter, 64, 16, 40
+
+        @classmethod
+        def start_engine(cls, server, weights):
+            return MyEngineUnderTest(server, seed=1 if weights is Weights.USUAL else 2)
+
+It starts real servers, kills and stops them between and during requests, has them refuse the engine, fail its loads and
+run full, and asks for the same answers with exactly the hits of the hit rule: at k chunks, one token less and one more,
+with another salt, from another engine, with other weights. Nothing may be held afterwards. What it cannot know is yours
+to test: every kind of KV group, each rank's failures, what your engine does to blocks while requests run
+(`tests/engines/reference`; `tests/_plugins/fault_rounds.py` kills and stops every process at every step).
+
+**6. Offer it.** Subclass `lmcache.core.adapter.EngineAdapter` in a module that imports no engine, and return the class
+from the hook `lmcache_register_engine_adapters`: it says which module the engine loads, which versions of the engine
+your tests ran on, and what they proved; `lmcache engines` prints that. When the engine starts, `check_interface`
+refuses one that lacks what you need, and `warn_of_version` tells of a version that nobody has tried.
 """

@@ -81,7 +81,7 @@ class Device:
         return event
 
     def reached(self, mark: Any) -> None:
-        """Return when the device has come to `mark`: what vLLM did to newly allocated blocks is done."""
+        """Return when the device has come to `mark`: what the engine did to newly allocated blocks is done."""
         mark.synchronize()
 
     @contextlib.contextmanager

@@ -135,7 +135,7 @@ class Storer:
 
     def _certain(self, order: StoreOrder) -> bool:
         """Whether the KV is of the LoRA weights that its hashes say. Once it is not, the request is left alone."""
-        # the forward pass is done: whatever vLLM has read in order to compute this KV, it has read by now
+        # the forward pass is done: whatever the engine has read in order to compute this KV, it has read by now
         if order.evidence is not None and not order.evidence.holds():
             self._doubted.add(order.request)
         return order.request not in self._doubted

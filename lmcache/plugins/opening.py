@@ -34,6 +34,11 @@ def open_tier(url: str, tiers: Offers[StorageTier], codecs: Offers[Codec]) -> Op
     settings, for_codecs = parsed.settle(tier_class.options, tier_class.secrets, codec_options)
     codec = _make_codec(codec_classes, for_codecs)
     tier = _made(f"the storage tier {settings.location}", tier_class, lambda: tier_class(settings.location))
+    chunks = tier.store_of_chunks()
+    if chunks is not None:
+        if codec:
+            raise ConfigError(f"--l2 {settings.location} keeps chunks as they are", remedy="leave codec= out")
+        return OpenedTier(chunks, settings)
     return OpenedTier(BlobStore(tier, codec), settings)
 
 

@@ -32,6 +32,7 @@ BUILT_IN = (
     "lmcache.plugins.admission.second_use",
     "lmcache.plugins.storage.disk",
     "lmcache.plugins.storage.redis",
+    "lmcache.plugins.storage.peer",
     "lmcache.plugins.storage.object_store",
     "lmcache.plugins.codecs.zstd",
     "lmcache.plugins.codecs.zstd_bf16",

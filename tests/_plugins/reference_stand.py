@@ -11,7 +11,10 @@ import pytest
 
 from lmcache.core.control import Control, ServerAddress
 from lmcache.engines.reference.demo import same_answer
+from lmcache.engines.reference.engine import Engine
 from lmcache.engines.reference.requests import Output
+from lmcache.engines.reference.shapes import ModelShape
+from lmcache.plugins.testing import Answer, EngineUnderTest
 
 READY = re.compile(r"lmcache server ready on (\S+): .* epoch ([0-9a-f]{16})\n")
 
@@ -75,3 +78,36 @@ def assert_same(one: Output | Sequence[Output], other: Output | Sequence[Output]
 
 def assert_different(one: Output, other: Output) -> None:
     assert not np.array_equal(one.logits[0], other.logits[0])
+
+
+class ReferenceUnderTest(EngineUnderTest):
+    """An engine as the conformance suite of adapters drives it, in this process."""
+
+    can_abort = True
+
+    def __init__(self, shape: ModelShape, server: str, seed: int, ranks: int = 1) -> None:
+        self._engine = Engine(shape, server=server, seed=seed, ranks=ranks, deadline=5.0, step_tokens=100)
+        self.clients = 1 + ranks
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, salt: str = "") -> list[Answer]:
+        return [self._answer(output) for output in self._engine.generate(prompts, max_tokens, salt)]
+
+    def _answer(self, output: Output) -> Answer:
+        logits = tuple(value for row in output.logits for value in row.tolist())
+        return Answer(tuple(output.tokens), output.hit_tokens + output.own_hit_tokens, logits)
+
+    def drop_own_cache(self) -> None:
+        self._engine.drop_prefix_cache()
+
+    def abort_after(self, prompt: Sequence[int], steps: int) -> None:
+        request = self._engine.add(prompt, 8)
+        for _ in range(steps):
+            self._engine.step()
+        self._engine.abort(request)
+        # lookups of aborted requests may still be answered
+        while self._engine.busy or self._engine._connector._abandoned:
+            self._engine.step()
+        self._engine.take(request)
+
+    def close(self) -> None:
+        self._engine.close()

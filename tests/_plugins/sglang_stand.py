@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm_stand import LOGPROB_TOLERANCE, EngineProcess, ServerProcess, free_port
 
 from lmcache.plugins.testing import Answer, EngineUnderTest
@@ -17,7 +18,7 @@ ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "PYTHONPATH": str(HERE / "cpu_kernels"),
     "HF_HUB_OFFLINE": "1",
-    "SGLANG_LOG_MS": "1",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "only_models",
     "OMP_NUM_THREADS": "1",
 }
 
@@ -90,7 +91,10 @@ class SglangUnderTest(EngineUnderTest):
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, salt: str = "") -> list[Answer]:
         more = {"cache_salt": salt} if salt else {}
-        answers = self.process.call("generate", prompts=list(map(list, prompts)), max_tokens=max_tokens, **more)
+        try:
+            answers = self.process.call("generate", prompts=list(map(list, prompts)), max_tokens=max_tokens, **more)
+        except pytest.fail.Exception as failure:  # which is none to anybody but pytest
+            raise RuntimeError("the engine has ended") from failure
         return [Answer(tuple(each["tokens"]), each["cached"], tuple(each["logprobs"])) for each in answers]
 
     def drop_own_cache(self) -> None:

@@ -1,6 +1,7 @@
 """Real engines and real servers for tests, each in processes of its own that end when they are closed."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from lmcache.core.control import Control, ServerAddress
 from lmcache.errors import ServerUnavailable
+from lmcache.plugins.testing import Answer, EngineUnderTest
 
 DRIVER = Path(__file__).parents[1] / "engines" / "vllm" / "engine_driver.py"
 LOGPROB_TOLERANCE = 1e-4
@@ -34,6 +37,7 @@ class EngineProcess:
         log: Path,
         environment: dict[str, str] | None = None,
         driver: Path = DRIVER,
+        python: str = sys.executable,
     ) -> None:
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -47,7 +51,7 @@ class EngineProcess:
         self.log = log
         with log.open("w") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, str(driver), json.dumps(options)],
+                [python, str(driver), json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
@@ -216,6 +220,50 @@ class Stand:
         if self.engine is not None:
             self.engine.close()
         self.server.kill()
+
+
+class VllmUnderTest(EngineUnderTest):
+    """An engine as the conformance suite of adapters drives it, in a process of its own."""
+
+    clients = 2
+    can_abort = True
+    can_be_killed = True
+
+    def __init__(self, model: Path, server: str, log: Path) -> None:
+        self._names = itertools.count()
+        extra = {"lmcache.mp.port": int(server.rpartition(":")[2]), "lmcache.start_wait": 0, "lmcache.deadline": 5}
+        transfer = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+        # prefills in pieces that are no multiple of a chunk
+        options = {"model": str(model), "kv_transfer_config": transfer, "max_num_batched_tokens": 1000}
+        self._engine = EngineProcess(options | {"max_model_len": 2048}, log)
+        self._engine.await_start()
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, salt: str = "") -> list[Answer]:
+        try:
+            answers = self._engine.generate(*map(list, prompts), max_tokens=max_tokens, salt=salt or None)
+        except pytest.fail.Exception as end:
+            raise RuntimeError("the engine has ended") from end
+        return [Answer(tuple(each["tokens"]), each["cached"], tuple(each["logprobs"])) for each in answers]
+
+    def drop_own_cache(self) -> None:
+        self._engine.forget()
+
+    def abort_after(self, prompt: Sequence[int], steps: int) -> None:
+        name = f"aborted {next(self._names)}"
+        self._engine.call("add", name=name, ids=list(prompt), max_tokens=8)
+        self._engine.call("step", times=steps)
+        self._engine.call("abort", name=name)
+        self._engine.run("while scheduler.requests or looking.busy(): driver.step()")
+
+    def kill(self) -> None:
+        self._engine.kill()
+
+    def close(self) -> None:
+        self._engine.close()
 
 
 def free_port() -> int:

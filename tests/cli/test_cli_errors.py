@@ -25,7 +25,7 @@ USAGE = [
         ["frobnicate"],
         (
             "lmcache: there is no command 'frobnicate'; commands are server, ping, status, pin, unpin, wait-idle, "
-            "plugins, tier, demo, geometry, simulate, bench"
+            "keys, plugins, tier, demo, geometry, simulate, bench"
         ),
     ),
     (
@@ -128,8 +128,8 @@ USAGE = [
     (
         ["server", "--host", "0.0.0.0"],
         (
-            "lmcache: --host 0.0.0.0 is not a loopback address, and this version does not authenticate its peers; use "
-            "127.0.0.1; engines must run on the same host"
+            "lmcache: --host 0.0.0.0 is not a loopback address: whoever reaches it could read and write the cache; "
+            "make keys with `lmcache keys new FOLDER` and give them with --keys FOLDER, or accept that with --insecure"
         ),
     ),
     (
@@ -202,13 +202,16 @@ def test_nothing_listening_is_said_at_once(lmcache, command: str) -> None:
 
 @pytest.mark.parametrize("command", ["ping", "status", "wait-idle"])
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
-def test_a_host_elsewhere_is_no_place_for_a_server(lmcache, host: str, command: str) -> None:
+def test_a_host_elsewhere_has_a_server_only_if_it_was_told_to(lmcache, host: str, command: str) -> None:
     done = lmcache(command, "--host", host)
 
     fact, _, remedy = done.stderr.rpartition(f" at {host}:5555: ")[2].partition("; ")
     assert done.stderr.startswith(f"lmcache: no lmcache server answers at {host}:5555: ")
     assert fact
-    assert remedy == "a server answers on its own host only: type the command there, without --host\n"
+    assert remedy == (
+        "unless it is started with --host and --keys, a server answers on its own host only: type the command there, "
+        "without --host\n"
+    )
     assert (done.returncode, done.stdout) == (1, "")
 
 

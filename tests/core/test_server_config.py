@@ -52,13 +52,45 @@ def test_a_setting_that_cannot_be_is_refused(settings: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.1", "::", "example.com", "", "*"])
-def test_only_loopback_is_listened_on(host: str) -> None:
+def test_a_host_in_reach_of_others_needs_keys_or_a_word(host: str) -> None:
     with pytest.raises(ConfigError) as error:
         ServerConfig(host=host)
     assert str(error.value) == (
-        f"--host {host} is not a loopback address, and this version does not authenticate its peers; use 127.0.0.1; "
-        "engines must run on the same host"
+        f"--host {host} is not a loopback address: whoever reaches it could read and write the cache; make keys with "
+        "`lmcache keys new FOLDER` and give them with --keys FOLDER, or accept that with --insecure"
     )
+    assert ServerConfig(host=host, insecure=True).host == host
+    assert ServerConfig(host=host, keys="folder").host == host
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"keys": "folder", "insecure": True},
+            "--keys and --insecure contradict each other; drop --insecure: with keys it is secure",
+        ),
+        ({"bulk_port": 65536}, "--bulk-port 65536 is no TCP port; use 1 to 65535, or 0 for any free one"),
+        ({"bulk_port": -1}, "--bulk-port -1 is no TCP port; use 1 to 65535, or 0 for any free one"),
+        ({"bulk_port": 5555}, "--bulk-port 5555 is --port, too; give each a port of its own"),
+        (
+            {"port": 65535, "keys": "folder"},
+            "no port follows --port 65535; choose one for the bulk channel with --bulk-port",
+        ),
+    ],
+)
+def test_settings_of_the_bulk_channel_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ServerConfig(**settings)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "bulk"),
+    [({}, False), ({"keys": "folder"}, True), ({"insecure": True}, True), ({"bulk_port": 0}, True)],
+)
+def test_there_is_a_bulk_channel_where_engines_on_other_hosts_are_wanted(settings: dict[str, Any], bulk: bool) -> None:
+    assert ServerConfig(**settings).bulk == bulk
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])

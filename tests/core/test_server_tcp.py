@@ -104,7 +104,7 @@ def test_what_needs_the_unix_socket_is_refused_by_name(dealer: "zmq.Socket[bytes
     assert isinstance(reply, Error)
     assert (reply.id, reply.code) == (3, ErrorCode.UNREGISTERED)
     assert reply.message == f"{type(request_).__name__} is for the Unix socket"
-    assert "engines must run on the server's host" in reply.remedy
+    assert reply.remedy == "on another host engines use the bulk channel"
 
 
 def test_the_report_has_every_documented_number(server: RunningServer) -> None:

@@ -39,6 +39,7 @@ EXCUSED = {
     "python -m venv": "makes an environment in the reader's folder; CI does so through make",
     "cache-env/bin/python": "is in the environment that the command above makes",
     ".venv/bin/python": "is in the environment that make makes",
+    "python -m sglang.launch_server": "starts an engine; tests/engines/sglang/test_sglang_http.py does",
 }
 """Commands that are shown and not run, by how they begin, and why."""
 
@@ -355,7 +356,9 @@ def test_a_real_vllm_takes_every_engine_command():
 
 
 @pytest.mark.parametrize("block", _named(PYTHON))
-def test_a_program_runs_and_prints_what_it_should(block, server):
+def test_a_program_runs_and_prints_what_it_should(block, server, monkeypatch):
+    for example in sorted(ROOT.glob("examples/*/src")):
+        monkeypatch.syspath_prepend(example)
     program = compile(block.text.replace("127.0.0.1:5555", server), str(block), "exec")
     for _ in range(2):  # the second time, the server has everything already
         printed = io.StringIO()

@@ -14,7 +14,7 @@ from lmcache.core.keys import HASH_BYTES
 KEY_BYTES = 32
 """Of a SHA-256, before SGLang writes it in hex."""
 
-REMEMBERED = 1 << 17
+REMEMBERED = 1 << 16
 """Pages whose predecessor is remembered, at most: about 20 MB."""
 
 
@@ -46,6 +46,8 @@ class Lineage:
 
     def learn(self, hashes: bytes) -> None:
         """These joined hashes follow each other."""
+        if len(hashes) > HASH_BYTES and self._before.get(hashes[-HASH_BYTES:]) == hashes[-2 * HASH_BYTES : -HASH_BYTES]:
+            return  # learnt before: a prompt of a thousand pages is looked up more than once
         for end in range(2 * HASH_BYTES, len(hashes) + 1, HASH_BYTES):
             self._before[hashes[end - HASH_BYTES : end]] = hashes[end - 2 * HASH_BYTES : end - HASH_BYTES]
         while len(self._before) > self._size:

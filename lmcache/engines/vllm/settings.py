@@ -11,6 +11,7 @@ from lmcache.errors import ConfigError
 
 HOST = "lmcache.mp.host"
 PORT = "lmcache.mp.port"
+KEYS = "lmcache.mp.keys"
 DEADLINE = "lmcache.deadline"
 START_WAIT = "lmcache.start_wait"
 STORE_DECODE = "lmcache.store_decode"
@@ -47,6 +48,7 @@ def read_settings(extra: Mapping[str, Any]) -> Settings:
     readers: dict[str, Callable[[str, Any], Any]] = {
         HOST: _host,
         PORT: _port,
+        KEYS: _text,
         DEADLINE: _seconds,
         START_WAIT: _seconds_or_none,
         STORE_DECODE: _switch,
@@ -63,7 +65,7 @@ def read_settings(extra: Mapping[str, Any]) -> Settings:
     defaults = Settings()
     return Settings(
         address,
-        ClientSettings(deadline=values.get(DEADLINE, defaults.client.deadline)),
+        ClientSettings(deadline=values.get(DEADLINE, defaults.client.deadline), keys=values.get(KEYS, "")),
         values.get(START_WAIT, defaults.start_wait),
         values.get(STORE_DECODE, defaults.store_decode),
         values.get(WEIGHTS_ID, defaults.weights_id),

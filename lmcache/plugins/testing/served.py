@@ -18,6 +18,9 @@ from lmcache.errors import ServerUnavailable
 PATIENCE_S = 60.0
 """How long something may take to come true. Never asserted, only given up on."""
 
+STARTING_S = 60.0
+"""The same, for a server that starts."""
+
 _SERVER = """
 import sys
 from pathlib import Path
@@ -82,7 +85,7 @@ class ServerUnderControl:
         command = [sys.executable, "-c", _SERVER, str(self._fault), "server", "--port", str(self.address.port)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen([*command, *self.flags], stdout=log, stderr=log)
-        self.wait_until(self._is_ready, "the server is ready")
+        self.wait_until(self._is_ready, "the server is ready", STARTING_S)
 
     def _is_ready(self) -> bool:
         assert self._process is not None
@@ -135,9 +138,9 @@ class ServerUnderControl:
 
     # ---------------------------------------------------------------------------------------------------------- waiting
 
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Return when it is true; an error of the test that names `what` where it never is."""
-        end = time.monotonic() + PATIENCE_S
+    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 0.0) -> None:
+        """Return when it is true; an error of the test that names `what` where it never is, or not for so long."""
+        end = time.monotonic() + (seconds or PATIENCE_S)
         while not condition():
             assert time.monotonic() < end, f"it never was so that {what}; the server's log ends:\n{self.log()}"
             time.sleep(0.02)

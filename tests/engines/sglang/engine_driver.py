@@ -27,6 +27,8 @@ DEFAULTS = {
     "log_level": "info",
     "random_seed": 1,
     "enable_cache_report": True,
+    # several engines share two cores
+    "sleep_on_idle": True,
 }
 
 
@@ -74,6 +76,11 @@ class Driver:
         while not self.engine.flush_cache().success:
             assert time.monotonic() < end, "the engine is never idle"
             time.sleep(0.05)
+
+    def exchange_weights(self, folder: str) -> None:
+        """Load other weights into the running engine, which forgets what it computed with the old ones."""
+        done = self.engine.update_weights_from_disk(folder)
+        assert done[0] if isinstance(done, tuple | list) else done, done
 
     def close(self) -> None:
         self.engine.shutdown()

@@ -1,0 +1,184 @@
+"""Chunks on another server, over its bulk channel. Blocks; tiering's threads call it, several at once."""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lmcache.core.blob import BlobIdentity, BlobStore, Loaded
+from lmcache.core.cells import unpack_cells
+from lmcache.core.control import Control, ServerAddress
+from lmcache.core.keys import namespace_digest
+from lmcache.core.link import Engine
+from lmcache.core.protocol import Placed, Role
+from lmcache.core.remote_link import RemoteLink
+from lmcache.errors import ConfigError, ProtocolError, TierError
+
+if TYPE_CHECKING:
+    from lmcache.plugins.storage.peer import PeerTier
+
+log = logging.getLogger("lmcache.server")
+
+NAMESPACES = 64
+"""Namespaces with a conversation of their own."""
+
+ASK_AGAIN_SECONDS = 30.0
+"""A namespace that the other server cannot have is left alone for so long."""
+
+
+class PeerStore(BlobStore):
+    """One other server. What goes wrong on the way is a TierError or another OSError; what it lacks is absent."""
+
+    def __init__(self, tier: "PeerTier") -> None:
+        super().__init__(tier)
+        self._peer = tier
+        self._links: dict[bytes, RemoteLink] = {}
+        self._foreign_until: dict[bytes, float] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def contains(self, identities: Sequence[BlobIdentity], deadline: float) -> list[bool]:
+        """For each, whether the other server has it in L1."""
+        link = self._link(identities[0], deadline) if identities else None
+        if link is None:
+            return [False] * len(identities)
+        there: dict[BlobIdentity, bool] = {}
+        for group, shard in {(each.group, each.shard) for each in identities}:
+            asked = [each for each in identities if (each.group, each.shard) == (group, shard)]
+            answer = link.peek(b"".join(each.chain_hash for each in asked), group, shard)
+            if len(answer) != len(asked):
+                raise self._lies(link, f"{len(answer)} answers to {len(asked)} questions")
+            there.update((each, bool(one)) for each, one in zip(asked, answer, strict=True))
+        return [there[each] for each in identities]
+
+    def load(self, identity: BlobIdentity, into: Sequence[memoryview], deadline: float) -> Loaded:
+        """Fill `into` from its first byte to the object's last; the network's checksums have been verified."""
+        link = self._link(identity, deadline)
+        taken = link.take(identity.chain_hash, identity.group, identity.shard) if link else None
+        if link is None or taken is None:
+            return Loaded.ABSENT
+        with link.copying() as mirror:
+            views = self._views(link, mirror, identity, taken.cells)
+            try:
+                _copy(views, into)
+            finally:
+                _release(views)
+        return Loaded.LOADED if link.confirm(taken.ticket) else Loaded.ABSENT
+
+    def store(self, identity: BlobIdentity, payload: Sequence[memoryview], deadline: float) -> int:
+        """Have the other server keep it; returns the bytes sent, 0 where it has no use or no room for it.
+
+        That depends on the chunk before: a server keeps whole chains.
+        """
+        link = self._link(identity, deadline)
+        if link is None:
+            return 0
+        done = link.reserve(identity.tenant, identity.parent, identity.chain_hash, identity.group, identity.shard)
+        if done.placed != bytes([Placed.GRANTED]):
+            return 0
+        with link.copying() as mirror:
+            views = self._views(link, mirror, identity, done.cells)
+            length = sum(map(len, views))
+            try:
+                _copy(payload, views)
+            finally:
+                _release(views)
+        link.publish(done.reservation)
+        return length
+
+    def delete(self, identities: Sequence[BlobIdentity], deadline: float) -> None:
+        """Nothing: what the other server keeps is its own."""
+
+    def close(self) -> None:
+        """End all conversations."""
+        with self._lock:
+            self._closed = True
+            links, self._links = list(self._links.values()), {}
+        for link in links:
+            link.close()
+
+    # ------------------------------------------------------------------------------------------------- conversations
+
+    def _link(self, identity: BlobIdentity, deadline: float) -> RemoteLink | None:
+        """The conversation about a namespace; None where the other server can have nothing of it."""
+        with self._lock:
+            link = self._links.get(identity.namespace)
+            if link is not None and link.alive:
+                return link
+            if time.monotonic() < self._foreign_until.get(identity.namespace, 0.0):
+                return None
+            if self._closed:
+                raise TierError(f"{self._peer.address} is closed")
+            self._links.pop(identity.namespace, None)
+            link = self._register(identity, max(0.1, deadline - time.monotonic()))
+            if link is None:
+                self._foreign_until[identity.namespace] = time.monotonic() + ASK_AGAIN_SECONDS
+                return None
+            if len(self._links) >= NAMESPACES:
+                self._links.pop(next(iter(self._links))).close()
+            self._links[identity.namespace] = link
+            return link
+
+    def _register(self, identity: BlobIdentity, patience: float) -> RemoteLink | None:
+        if identity.geometry is None:
+            raise TierError(
+                f"{self._peer.address} is another lmcache server, which keeps chunks of engines and nothing else"
+            )
+        facts = {name: value for name, value in identity.facts.items() if name != "cell_bytes"}
+        address, keys = self._peer.address, self._peer.client_keys
+        with Control(address, patience, keys) as control:
+            welcome = control.hello()
+        if not welcome.bulk_port:
+            raise ConfigError(
+                f"the server at {address} has no bulk channel", remedy="start it with --keys, --insecure or --bulk-port"
+            )
+        where = ServerAddress(address.host, welcome.bulk_port)
+        engine = Engine(facts, identity.geometry, Role.WORKER)
+        try:
+            link = RemoteLink.register_at(where, keys, engine, patience)
+        except ProtocolError as error:  # a chunk size that is not ours, or L1 that is too small for a chunk
+            log.warning("the tier peer://%s can have nothing of %s: %s", address, facts.get("model", "?"), error)
+            return None
+        if link.namespace == namespace_digest(facts) and str(link.cell_bytes) == identity.facts["cell_bytes"]:
+            return link
+        link.close()
+        log.warning(
+            "the tier peer://%s can have nothing of %s: a chunk has %d tokens there and a cell %d bytes, here %d and %s",
+            *(address, facts.get("model", "?"), link.chunk_size, link.cell_bytes),
+            *(identity.chunk_size, identity.facts["cell_bytes"]),
+        )
+        return None
+
+    def _views(self, link: RemoteLink, mirror: memoryview, identity: BlobIdentity, packed: bytes) -> list[memoryview]:
+        """The bytes of one object in the mirror."""
+        length, size = link.object_bytes(identity.group), link.cell_bytes
+        cells = unpack_cells(packed)
+        if len(cells) != -(-length // size):
+            raise self._lies(link, f"{len(cells)} cells for {length} bytes")
+        return [
+            mirror[cell * size : cell * size + min(size, length - number * size)] for number, cell in enumerate(cells)
+        ]
+
+    def _lies(self, link: RemoteLink, what: str) -> TierError:
+        link.close()
+        return TierError(f"the server at {self._peer.address} gave {what}")
+
+
+def _copy(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:
+    """From the first byte on, as far as both reach."""
+    at, done, place, filled = 0, 0, 0, 0
+    while at < len(source) and place < len(target):
+        length = min(len(source[at]) - done, len(target[place]) - filled)
+        target[place][filled : filled + length] = source[at][done : done + length]
+        done, filled = done + length, filled + length
+        if done == len(source[at]):
+            at, done = at + 1, 0
+        if filled == len(target[place]):
+            place, filled = place + 1, 0
+
+
+def _release(views: Sequence[memoryview]) -> None:
+    """So that the mirror can be unmapped at once."""
+    for view in views:
+        view.release()

@@ -1,0 +1,171 @@
+"""What both doors do with pages, beside a real server and with arrays for pools."""
+
+import functools
+import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm_stand import ServerProcess, free_port
+
+from lmcache.core.client import Client, ClientSettings, Engine, ServerAddress
+from lmcache.core.protocol import Role
+from lmcache.engines.copy import Copier
+from lmcache.engines.copy import Pages as Memory
+from lmcache.engines.sglang.page_keys import chain_hashes
+from lmcache.engines.sglang.page_store import Pages, PageStore
+from lmcache.engines.sglang.pools import Pool, build_geometry
+from lmcache.errors import GeometryError
+
+PAGE = 16
+
+
+def hashes_of(name: str, pages: int) -> bytes:
+    return chain_hashes([hashlib.sha256(f"{name} {page}".encode()).hexdigest() for page in range(pages)])
+
+
+class Rank:
+    """One rank with a pool of 32 pages, of two runs of memory each."""
+
+    def __init__(self, port: int, rank: int = 0, ranks: int = 1, *, replicated: bool = False, name: str = "kv") -> None:
+        self.memory = np.random.default_rng(rank).integers(0, 256, (2, 32, 1000), np.uint8)
+        pool = Pool(name, (1000, 1000), functools.partial(Copier, Memory(list(self.memory))), replicated, "an array")
+        geometry = build_geometry([pool], PAGE, ranks, window=2 * PAGE)
+        engine = Engine({"engine": "arrays"}, geometry, Role.WORKER, rank)
+        client = Client(ServerAddress(port=port), engine, ClientSettings(deadline=2.0))
+        client.start(2.0)
+        self.store = PageStore(client, geometry, rank, {0: pool.make})
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    process = ServerProcess(free_port(), tmp_path / "server.log", "--chunk-size", "256", "--l1-cell-kb", "4")
+    process.start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def rank(server: ServerProcess) -> Iterator[Rank]:
+    rank = Rank(server.port)
+    yield rank
+    rank.store.close()
+
+
+def test_pages_come_back_and_any_page_may_be_the_first_that_is_asked_for(rank: Rank) -> None:
+    hashes = hashes_of("a", 6)
+    wanted = rank.memory[:, [4, 9, 2, 7, 5, 1]].copy()
+    assert rank.store.store(0, hashes, [4, 9, 2, 7, 5, 1])
+
+    assert rank.store.restorable(hashes) == [1, 2, 3, 4, 5, 6]
+    assert rank.store.restorable(hashes, longest=True) == [6]
+    assert rank.store.restorable(hashes[32:] + hashes_of("b", 2)) == [1, 2, 3, 4]
+    assert rank.store.load(hashes[32:], {0: Pages(0, [20, 21, 22, 23])}, whole=True) == 4
+    assert np.array_equal(rank.memory[:, 20:24], wanted[:, 2:])
+    assert rank.store.load(hashes + hashes_of("b", 1), {0: Pages(0, list(range(10, 17)))}, whole=False) == 6
+    assert np.array_equal(rank.memory[:, 10:16], wanted)
+
+
+def test_a_prefix_that_is_not_all_there_is_not_loaded_where_all_of_it_is_wanted(rank: Rank) -> None:
+    hashes = hashes_of("a", 3)
+    assert rank.store.store(0, hashes[:32], [1, 2])
+    before = rank.memory.copy()
+
+    assert rank.store.load(hashes, {0: Pages(0, [5, 6, 7])}, whole=True) == 0
+    assert np.array_equal(rank.memory, before)
+
+
+@pytest.mark.parametrize("parent", ["unknown", "never stored"])
+def test_pages_whose_predecessor_is_not_there_are_stored_and_found_all_the_same(rank: Rank, parent: str) -> None:
+    hashes = hashes_of("a", 5)
+    before = b"" if parent == "unknown" else hashes[16:32]
+    assert rank.store.store(0, hashes[32:], [1, 2, 3], before)
+    assert rank.store.restorable(hashes[32:]) == [1, 2, 3]
+    assert rank.store.restorable(hashes) == []
+
+    assert rank.store.store(0, hashes[:32], [4, 5])
+    assert rank.store.restorable(hashes) == [1, 2, 3, 4, 5]
+
+
+def test_what_is_stored_already_is_left_alone(rank: Rank, server: ServerProcess) -> None:
+    hashes = hashes_of("a", 3)
+    wanted = rank.memory[:, 1:4].copy()
+    assert rank.store.store(0, hashes[:32], [1, 2])
+    rank.memory[:, 1:3] = 0
+    assert rank.store.store(0, hashes, [1, 2, 3])
+    assert rank.store.store(0, hashes, [1, 2, 3])
+
+    assert server.settle()["counters"]["shards_committed"] == 3
+    assert rank.store.load(hashes, {0: Pages(0, [4, 5, 6])}, whole=True) == 3
+    assert np.array_equal(rank.memory[:, 4:7], wanted)
+
+
+def test_pages_that_ranks_hold_in_parts_are_there_when_all_have_stored_theirs(server: ServerProcess) -> None:
+    ranks = [Rank(server.port, rank, 2) for rank in range(2)]
+    hashes = hashes_of("a", 2)
+    assert ranks[0].store.store(0, hashes, [1, 2])
+    assert [rank.store.restorable(hashes) for rank in ranks] == [[], []]
+
+    assert ranks[1].store.store(0, hashes, [3, 4])
+    assert [rank.store.restorable(hashes) for rank in ranks] == [[1, 2], [1, 2]]
+    for rank, blocks in zip(ranks, ([1, 2], [3, 4]), strict=True):
+        assert rank.store.load(hashes, {0: Pages(0, [8, 9])}, whole=True) == 2
+        assert np.array_equal(rank.memory[:, 8:10], rank.memory[:, blocks])
+        rank.store.close()
+    assert server.quiet()["counters"]["shards_committed"] == 4
+
+
+def test_pages_that_all_ranks_hold_alike_are_stored_by_one(server: ServerProcess) -> None:
+    ranks = [Rank(server.port, rank, 2, replicated=True) for rank in range(2)]
+    hashes = hashes_of("a", 2)
+    assert ranks[1].store.store(0, hashes, [1, 2])
+    assert ranks[0].store.load(hashes, {0: Pages(0, [8, 9])}, whole=True) == 2
+    assert np.array_equal(ranks[0].memory[:, 8:10], ranks[1].memory[:, 1:3])
+    for rank in ranks:
+        rank.store.close()
+
+
+def test_without_a_server_everything_is_a_miss_and_a_server_that_comes_is_used(tmp_path: Path) -> None:
+    server = ServerProcess(free_port(), tmp_path / "server.log", "--l1-cell-kb", "4")
+    rank = Rank(server.port)
+    hashes = hashes_of("a", 2)
+    assert not rank.store.linked
+    assert rank.store.restorable(hashes) == []
+    assert rank.store.load(hashes, {0: Pages(0, [1, 2])}, whole=False) == 0
+    assert not rank.store.store(0, hashes, [1, 2])
+
+    server.start()
+    server.await_clients(1)
+    assert rank.store.store(0, hashes, [1, 2])
+    assert rank.store.restorable(hashes) == [1, 2]
+    rank.store.close()
+    server.kill()
+
+
+def test_a_server_that_hangs_costs_one_deadline_and_then_nobody_waits(rank: Rank, server: ServerProcess) -> None:
+    hashes = hashes_of("a", 2)
+    assert rank.store.store(0, hashes, [1, 2])
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        assert rank.store.restorable(hashes) == []
+        assert not rank.store.linked  # so whoever comes next is told at once
+        assert rank.store.restorable(hashes) == []
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    server.await_clients(1)
+    assert rank.store.restorable(hashes) == [1, 2]
+
+
+def test_a_pool_whose_rule_nobody_knows_is_refused_by_name() -> None:
+    pool = Pool("deepseek_v4_c4", (1000,), functools.partial(Copier, None), False, "")
+    with pytest.raises(GeometryError, match="SGLang keeps a pool 'deepseek_v4_c4' for this model"):
+        build_geometry([pool], PAGE, 1)
+
+
+def test_a_window_of_unknown_length_is_refused() -> None:
+    pool = Pool("swa", (1000,), functools.partial(Copier, None), False, "")
+    with pytest.raises(GeometryError, match="does not say how long its window is"):
+        build_geometry([pool], PAGE, 1)
