@@ -48,8 +48,8 @@ demo-vllm: $(VENV)/.vllm
 	$(BIN)/lmcache demo --engine vllm
 
 # both run, so that one failure does not hide another
-test: $(VENV)/.dev $(VENV)/.vllm $(VENV)/.sglang $(VENV)/.redis
-	@cat $(VENV)/no-vllm $(VENV)/no-redis
+test: $(VENV)/.dev $(VENV)/.vllm $(VENV)/.sglang $(VENV)/.redis $(VENV)/.iproute2
+	@cat $(VENV)/no-vllm $(VENV)/no-redis $(VENV)/no-iproute2
 	$(BIN)/python -m pytest $(PYTEST_ARGS); status=$$?; \
 	    $(if $(strip $(PYTEST_ARGS)),true,$(MAKE) test-sglang) || status=1; exit $$status
 
@@ -122,6 +122,11 @@ $(VENV)/.gpu: pyproject.toml tools/pip-install | $(VENV)/.light
 	@touch $@
 
 # A real redis-server, unless there is one: seconds. Leaves the reason in .venv/no-redis, empty where it is there.
-$(VENV)/.redis: tools/install-redis | $(VENV)/.light
-	@tools/install-redis $(VENV)
+$(VENV)/.redis: tools/unpack-debian | $(VENV)/.light
+	@tools/unpack-debian $(VENV) redis redis-server "tests on a real redis" redis-server redis-cli
+	@touch $@
+
+# ip, which makes a second host out of a network namespace, unless it is there: seconds. As for redis.
+$(VENV)/.iproute2: tools/unpack-debian | $(VENV)/.light
+	@tools/unpack-debian $(VENV) iproute2 iproute2 "tests on another host" ip
 	@touch $@
