@@ -3,6 +3,7 @@
 Needs no arena and no Unix socket.
 """
 
+import contextlib
 import itertools
 import os
 import socket
@@ -153,7 +154,8 @@ class Control:
 
     def _call(self, request: Message, kind: type[ReplyT]) -> ReplyT:
         self._check_listening()  # ZeroMQ connects for ever, and never says that nobody is there
-        self._socket.send(encode(request))
+        with contextlib.suppress(zmq.Again):  # a handshake that has failed by now leaves nobody to send to
+            self._socket.send(encode(request), zmq.NOBLOCK)
         until = time.monotonic() + self.deadline
         while self._readable(until):
             reply = self._read(self._socket.recv_multipart()[-1])

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+_FOLDERS = [str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]
+IP = shutil.which("ip", path=os.pathsep.join(_FOLDERS))
 ENGINE = Path(__file__).with_name("other_host_engine.py")
 
 
@@ -18,12 +20,13 @@ def why_none() -> str:
     """Why there can be no other host here; empty if there can."""
     if os.geteuid() != 0:
         return "a network namespace takes root"
-    if shutil.which("ip") is None:
-        return "there is no `ip` (iproute2)"
-    probe = subprocess.run(["ip", "netns", "add", "lmcache-probe"], capture_output=True, text=True, check=False)
+    if IP is None:
+        return "there is no `ip`; make test fetches it where apt-get can"
+    name = f"lmcache-probe-{os.getpid()}"
+    probe = subprocess.run([IP, "netns", "add", name], capture_output=True, text=True, check=False)
     if probe.returncode:
         return f"no network namespace can be made: {probe.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", "lmcache-probe"], check=True)
+    subprocess.run([IP, "netns", "del", name], check=True)
     return ""
 
 
@@ -50,7 +53,7 @@ class OtherHost:
 
     def command(self, *words: str) -> list[str]:
         """`words`, to be run there."""
-        return ["ip", "netns", "exec", self.name, *words]
+        return [str(IP), "netns", "exec", self.name, *words]
 
     def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run a command there to its end."""
@@ -77,7 +80,7 @@ class OtherHost:
         for process in self._processes:
             process.kill()
             process.communicate()
-        subprocess.run(["ip", "link", "del", self._cable], capture_output=True, check=False)
+        subprocess.run([str(IP), "link", "del", self._cable], capture_output=True, check=False)
         _ip("netns", "del", self.name)
 
 
@@ -145,5 +148,5 @@ def other_host(number: int = 0) -> Iterator[OtherHost]:
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run([str(IP), *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, (words, done.stderr)

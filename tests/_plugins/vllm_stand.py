@@ -37,8 +37,10 @@ class EngineProcess:
         log: Path,
         environment: dict[str, str] | None = None,
         driver: Path = DRIVER,
+        command: Sequence[str] = (),
         python: str = sys.executable,
     ) -> None:
+        """`command` is what runs it, where it is not to be run as it is."""
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
@@ -51,7 +53,7 @@ class EngineProcess:
         self.log = log
         with log.open("w") as stream:
             self._process = subprocess.Popen(
-                [python, str(driver), json.dumps(options)],
+                [*command, python, str(driver), json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,

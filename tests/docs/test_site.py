@@ -17,6 +17,7 @@ from lmcache.core import hookspecs, protocol
 from lmcache.core.metrics import GAUGES, Counters
 from lmcache.engines.vllm import adapter, settings, wishes
 from lmcache.geometry.groups import GroupKind
+from lmcache.plugins.manager import PluginManager
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in p.parts)]
@@ -120,6 +121,15 @@ def test_the_reference_has_every_hook(site):
     assert [name for name in hooks if name not in text] == []
 
 
+def test_the_table_of_engines_says_what_their_adapters_say(site):
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "engines" / "index.html").read_text()))
+    for each in PluginManager().adapters():
+        plain = each.status.replace("`", "")
+        assert f"{plain[:1].upper()}{plain[1:].rstrip('.')}." in text, each.engine
+        assert each.supported in text, each.engine
+        assert each.validation in text, each.engine
+
+
 def test_the_reference_has_every_key_of_the_connector_and_no_other(site):
     names = [value for name, value in vars(settings).items() if name.isupper() and isinstance(value, str)]
     keys = {name for name in names if name.startswith("lmcache.")} | set(settings.NOTED)
@@ -143,6 +153,18 @@ OTHER_PROGRAMS = {
         "--reasoning-parser",
         "--mamba-cache-mode",
         "--prefix-cache-retention-interval",
+    },
+    "SGLang": {
+        "--enable-cache-report",
+        "--enable-hierarchical-cache",
+        "--enable-unified-cache-external-linker",
+        "--hicache-mem-layout",
+        "--hicache-storage-backend",
+        "--hicache-storage-backend-extra-config",
+        "--model-path",
+        "--page-size",
+        "--unified-cache-external-linker-backend",
+        "--unified-cache-external-linker-config",
     },
     "docker": {"--network", "--user", "--ipc", "--shm-size"},
     "pip": {"--upgrade", "--no-deps"},
