@@ -148,6 +148,10 @@ class BlobStore:
         """Make the tier forget these."""
         self.tier.delete([self.key(identity) for identity in identities], deadline)
 
+    def touch(self, identities: Sequence[BlobIdentity]) -> None:
+        """Tell the tier that these have been used as one prompt, from its tail to its beginning."""
+        self.tier.touch([self.key(identity) for identity in identities])
+
     def _is_foreign(self, key: str) -> Loaded:
         if len(self._foreign) >= _FOREIGN:
             self._foreign.clear()

@@ -299,7 +299,16 @@ class Promotion:
         self.ticket = self._cache.lookup(
             *(asked.owner, asked.namespace, asked.hashes, asked.limit, asked.tenant, asked.hints), number=self.id
         )
+        if self.ticket:
+            self._touch(self.ticket)
         self._let_go()
+
+    def _touch(self, ticket: Ticket) -> None:
+        """What lay in L1 was not read, and is needed in the tiers as long as what was."""
+        space = self.asked.namespace
+        tail = space.nodes[self.asked.hashes[_chunks(ticket.hit, space) - 1]]
+        for tier in set(self._found.values()):
+            tier.touch(tail, range(space.slots))
 
     def give_up(self) -> None:
         """Nobody wants to know any more."""

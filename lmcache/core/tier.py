@@ -79,6 +79,9 @@ class StorageTier(abc.ABC):
     shared: bool = True
     """Whether others write to it, too, so that it must be asked what it holds. False: only this server does."""
 
+    evicts: bool = False
+    """Whether it makes room by itself, and wants to hear by `touch` what belongs together."""
+
     alignment: int = 1
     """Buffers whose address, and length, are multiples of this are moved without a copy; others may cost one."""
 
@@ -117,6 +120,13 @@ class StorageTier(abc.ABC):
     @abc.abstractmethod
     def keys(self) -> Iterator[tuple[str, int]]:
         """Every blob's key and length, in any order, for `lmcache tier`. May take as long as it takes."""
+
+    def touch(self, keys: Sequence[str]) -> None:  # noqa: B027  # most tiers leave that to the other side
+        """These blobs are of one prompt, the tail first, its beginning last, and have been used as one.
+
+        Without its beginning a prompt's tail is of no use to anybody, so what comes last should stay longest. Called
+        for tiers that say `evicts`, once a prompt's tail has been stored or read. Keys without a blob are no error.
+        """
 
     def store_of_chunks(self) -> "BlobStore | None":
         """What is to be used in its place, by a tier that knows chunks as servers do, and no blobs under keys."""

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from lmcache.core.blob import BlobIdentity, BlobStore, Loaded
@@ -175,9 +176,31 @@ class TierInUse:
                 self.counters.stored += bool(written)
                 self.counters.bytes_written += written
                 self.counters.write_seconds += seconds
+                if not self._more_comes(node, slot):
+                    self.touch(node, [slot])
             then()
 
         return self._call(work, stored, urgent=False)
+
+    def _more_comes(self, node: Node, slot: int) -> bool:
+        """Whether a chunk that follows is in L1 and not here yet: it will tell of the whole chain."""
+        child = node.first_child
+        while child and (child.shards[slot] is None or self.holds(child, slot)):
+            child = child.next_sibling
+        return child is not None
+
+    def touch(self, tail: Node, slots: Iterable[int]) -> None:
+        """Have it keep a chain's beginning for as long as its tail, if the order in which it evicts is its own."""
+        if not self.blobs.tier.evicts:
+            return
+        for slot in slots:
+            space, hashes = tail.namespace, [node.hash for node in tail.chain() if self.holds(node, slot)]
+            if len(hashes) > 1:
+                self._call(partial(self._touch, space, slot, hashes), lambda _: None, urgent=False)
+
+    def _touch(self, space: Namespace, slot: int, hashes: Sequence[ChainHash], _: float) -> None:
+        """In a thread of the tier."""
+        self.blobs.touch([self._identity(space, chain_hash, slot, "") for chain_hash in hashes])
 
     def _call(self, work: Callable[[float], T], then: Callable[[T | None], None], *, urgent: bool = True) -> bool:
         if self.threads.stuck or not self._breaker.allows(self._clock()):

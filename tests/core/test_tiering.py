@@ -14,6 +14,9 @@ from lmcache.core.control import Control
 from lmcache.core.hints import Hints
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 
+BLOB = 4096 + CELL
+"""Bytes of one chunk of `GEOMETRY` in a tier."""
+
 HYBRID = Geometry(
     (
         KVGroup(GroupKind.FULL, CHUNK, (CELL, 100), shards=2),
@@ -29,10 +32,15 @@ class Site:
     """A server over a folder, and an engine; the server may be killed and started again."""
 
     def __init__(
-        self, folder: Path, *options: str, geometry: Geometry = GEOMETRY, store: str = "write-through"
+        self,
+        folder: Path,
+        *options: str,
+        geometry: Geometry = GEOMETRY,
+        store: str = "write-through",
+        size_gb: float = 1,
     ) -> None:
         self.folder = folder
-        self._options = ("--l2", f"disk://{folder}?size_gb=1&store={store}", *options)
+        self._options = ("--l2", f"disk://{folder}?size_gb={size_gb:.15f}&store={store}", *options)
         self.server = ServerProcess(0, *self._options)
         self.engine = TinyEngine(self.server.address, geometry)
 
@@ -107,6 +115,44 @@ def test_every_group_and_rank_of_a_hybrid_comes_back(folder: Path) -> None:
         assert site.tier()["counters"]["loaded"] == 2 * 6 + 2
         assert site.engine.hit(hashes[:3]) == 3
         assert site.tier()["counters"]["loaded"] == 2 * 6 + 2 + 2
+    finally:
+        site.close()
+
+
+def test_a_full_tier_keeps_the_beginning_that_prompts_share_while_any_of_them_is_stored(folder: Path) -> None:
+    site = Site(folder, size_gb=30 * BLOB / 2**30)
+    try:
+        shared = prompt(1, 10)
+        for number in range(8):  # ten chunks each, of which the tier holds three times as many
+            site.engine.store([*shared, *prompt(10 + number, 10)])
+            site.settle()
+        assert site.tier()["evicted"] > 40
+        site.restart()
+        # whoever comes with the beginning, and the last prompt as a whole
+        assert site.engine.hit(shared) == 10
+        assert site.engine.hit([*shared, *prompt(17, 10)]) == 20
+        assert site.engine.hit([*shared, *prompt(10, 10)]) == 10
+    finally:
+        site.close()
+
+
+def test_a_tier_keeps_what_lies_in_l1_as_long_as_what_it_is_read_for(folder: Path) -> None:
+    site = Site(folder, size_gb=24 * BLOB / 2**30)
+    try:
+        whole, other = prompt(1, 12), prompt(2, 12)
+        for hashes in (whole, other):
+            site.engine.store(hashes)
+            site.settle()
+        site.restart()
+        assert site.engine.hit(whole[:6]) == 6
+        assert site.engine.hit(other) == 12
+        assert site.engine.hit(whole) == 12  # six of them from L1
+        site.settle()
+        site.engine.store(prompt(3, 12))
+        site.settle()
+        site.restart()
+        assert site.engine.hit(whole) == 12
+        assert site.engine.hit(other) == 0
     finally:
         site.close()
 

@@ -48,6 +48,7 @@ class DiskTier(StorageTier):
 
     scheme = "disk"
     shared = False
+    evicts = True
     options: ClassVar[Mapping[str, str]] = {
         "size_gb": "GB (2^30 bytes) that the blobs may take on the disk",
         "policy": "which blob goes when there is no room: one of lmcache's own eviction policies; LRU unless said "
@@ -119,6 +120,17 @@ class DiskTier(StorageTier):
         """Answered from memory."""
         with self._lock:
             return [self._index.get(key) is not None for key in keys]
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """A prompt's beginning is used whenever its tail is: it goes last."""
+        now = time.time()
+        with self._lock:
+            found = [entry for entry in map(self._index.get, dict.fromkeys(keys)) if entry is not None]
+            self._index.touch_all(found)
+            for entry in found if self._mode == "serve" and not self._closed else ():
+                if now - entry.used_at > _USE_IS_NOTED:
+                    entry.used_at = now
+                    self._folder.catalogue.used(entry)
 
     def delete(self, keys: Sequence[str], deadline: float) -> None:
         """Remove files."""

@@ -4,7 +4,7 @@ Not thread-safe: `DiskTier` holds its lock around every call.
 """
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lmcache.core.policy import EvictionPolicy
@@ -117,6 +117,10 @@ class DiskIndex:
         """A blob was read. It may have left meanwhile."""
         if self._entries.get(entry.key) is entry:
             self._policy.touch([entry])
+
+    def touch_all(self, entries: Sequence[Entry]) -> None:
+        """Blobs of one prompt were used, its tail first: what comes last goes last."""
+        self._policy.touch([entry for entry in entries if self._entries.get(entry.key) is entry])
 
     def remove(self, entry: Entry | None) -> None:
         """A blob is no longer in the folder. It may have left before."""

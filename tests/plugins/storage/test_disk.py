@@ -76,6 +76,17 @@ def test_the_blob_used_longest_ago_makes_room(opened, tmp_path):
     assert counted(tmp_path) == (4, 4 * BLOCK)
 
 
+def test_of_a_prompt_the_tail_makes_room_and_not_the_beginning(opened):
+    tier = opened(blocks=6)
+    for number in range(4):
+        store(tier, number)
+    store(tier, 9)
+    tier.touch([key(number) for number in (3, 2, 77, 1, 0)])  # 77 is not there
+    for number in (10, 11, 12):
+        store(tier, number)
+    assert [holds(tier, number) for number in (0, 1, 2, 3, 9)] == [True, True, True, False, False]
+
+
 def test_another_policy_decides_otherwise(opened):
     tier = opened(blocks=4, policy="fifo")
     for number in range(4):
