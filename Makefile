@@ -3,6 +3,8 @@
 #   make demo        the main job on the reference engine: cold and cache-served, side by side
 #   make test        every test, those on a real vLLM and on a real SGLang included
 #   make test-sglang those on a real SGLang alone
+#   make test-gpu    copies between a GPU and the arena, byte for byte; says so where there is no GPU
+#   make bench-gpu   the same, how fast
 #   make check       format, lint, types, import contracts
 #   make docs        the docs site, in docs/_build/html
 #   make bench       costs beside the machine's own limits
@@ -14,19 +16,23 @@
 #   TORCH_INDEX  address of PyTorch's CPU wheel index, for machines where `pip install torch` takes a CUDA build of
 #                several GB (Linux on x86_64, as a rule); pytorch.org's "get started" page shows it
 #   PYTEST_ARGS  what to pass to pytest: PYTEST_ARGS="tests/cli -x"; with it, `make test` leaves SGLang's tests out
+#   GPU_PYTHON   a Python with NumPy, pytest, pytest-timeout and a CUDA build of torch, for test-gpu and bench-gpu; without
+#                it they make one in .venv/gpu, which takes several GB
 
 PYTHON ?= $(shell tools/find-python)
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 
 VENV := .venv
+GPU_PYTHON ?= $(VENV)/gpu/bin/python
+HAS_GPU := $(wildcard /dev/nvidiactl)
 BIN := $(VENV)/bin
 INSTALL := tools/pip-install $(VENV)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo demo-vllm bench test test-sglang check check-format check-lint check-types check-imports docs clean
+.PHONY: help demo demo-vllm bench bench-gpu test test-sglang test-gpu check check-format check-lint check-types check-imports docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -50,6 +56,16 @@ test: $(VENV)/.dev $(VENV)/.vllm $(VENV)/.sglang $(VENV)/.redis $(VENV)/.iproute
 test-sglang: $(VENV)/.sglang
 	@if [ -s $(VENV)/no-sglang ]; then cat $(VENV)/no-sglang; \
 	    else set -x; $(VENV)/sglang/bin/python -m pytest tests/engines/sglang $(PYTEST_ARGS); fi
+
+# what they need beside the sources is not set up where there is no GPU, nor for somebody's own Python
+GPU_SETUP := $(if $(HAS_GPU),$(if $(filter $(VENV)/gpu/bin/python,$(GPU_PYTHON)),$(VENV)/.gpu))
+NO_GPU := no NVIDIA GPU is here (/dev/nvidiactl)
+
+test-gpu: $(GPU_SETUP)
+	$(if $(HAS_GPU),PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_ARGS),@echo "tests/gpu is skipped: $(NO_GPU)")
+
+bench-gpu: $(GPU_SETUP)
+	$(if $(HAS_GPU),PYTHONPATH=. $(GPU_PYTHON) -m lmcache bench --device cuda,@echo "$(NO_GPU)"; exit 1)
 
 check: check-format check-lint check-types check-imports
 
@@ -96,6 +112,13 @@ $(VENV)/.vllm: tools/install-vllm tools/pip-install | $(VENV)/.light
 # there.
 $(VENV)/.sglang: tools/install-sglang tools/sglang-requirements.txt tools/pip-install | $(VENV)/.light
 	@TORCH_INDEX='$(TORCH_INDEX)' tools/install-sglang $(VENV)
+	@touch $@
+
+# Torch in its CUDA build, in an environment of its own: minutes, and several GB.
+$(VENV)/.gpu: pyproject.toml tools/pip-install | $(VENV)/.light
+	@echo "installing torch for CUDA in $(VENV)/gpu"
+	@$(PYTHON) -m venv $(VENV)/gpu
+	@tools/pip-install $(VENV)/gpu -e '.[test]' torch
 	@touch $@
 
 # A real redis-server, unless there is one: seconds. Leaves the reason in .venv/no-redis, empty where it is there.

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -25,10 +26,22 @@ WHY_NO_ENGINE = {
 """By marker, which is also the engine's module."""
 
 
+def why_no_gpu() -> str:
+    """Why tests marked `gpu` cannot run here, or nothing. Asked only where there are any: it may import torch."""
+    if not Path("/dev/nvidiactl").exists():
+        return "no NVIDIA GPU is here; where one is, `make test-gpu` runs these tests"
+    import torch
+
+    return "" if torch.cuda.is_available() else "there is an NVIDIA GPU here, and torch is a build that cannot use it"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # looked for, not imported: that takes half a minute
     missing = {engine: why for engine, why in WHY_NO_ENGINE.items() if importlib.util.find_spec(engine) is None}
+    no_gpu = why_no_gpu() if any(item.get_closest_marker("gpu") for item in items) else ""
     for item in items:
+        if no_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=no_gpu))
         for engine in WHY_NO_ENGINE:
             if item.get_closest_marker(engine) is None:
                 continue

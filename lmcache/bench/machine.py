@@ -28,6 +28,8 @@ class Machine:
     """Processes that wanted to run, on average over the last minute: above `cores` every figure in seconds is noise."""
     python: str
     kernel: str
+    device: str = ""
+    """The accelerator, its driver and torch, where one is measured."""
 
 
 def this_machine() -> Machine:

@@ -21,6 +21,7 @@ TITLES = {
     7: "storage tiers: blobs between arena and tier, through a live server, against the same bytes moved plainly",
     8: "codecs, one thread, on normally distributed bfloat16 values",
     9: "lookups that L1 answers, beside a tier that never does",
+    10: "store and load of pages, device ↔ arena, against one large pinned copy of the same bytes",
 }
 
 
@@ -68,6 +69,8 @@ def _machine_lines(machine: Machine) -> list[str]:
         f"{machine.cpu}, {machine.cores} cores{cache}, {memory}",
         f"huge pages: {machine.huge_pages}; Linux {machine.kernel}, Python {machine.python}; load {machine.load:.1f}",
     ]
+    if machine.device:
+        lines.append(machine.device)
     if machine.load > machine.cores / 2:
         lines.append("others are busy here: what is compared runs side by side, but expect noise")
     return lines

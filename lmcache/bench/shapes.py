@@ -42,9 +42,15 @@ class PageShape:
         """Bytes of the pages of one chunk."""
         return self.blocks * self.group.block_bytes
 
+    @property
+    def mixed(self) -> bool:
+        """Whether pages differ in size."""
+        return len(set(self.group.page_bytes)) > 1
+
     def __str__(self) -> str:
         own = "" if self.one_allocation else ", each layer allocated by itself"
-        return f"{self.name}: {self.pages} × {self.group.page_bytes[0] / 1024:g} KiB a chunk{own}"
+        up_to = "up to " if self.mixed else ""
+        return f"{self.name}: {self.pages} × {up_to}{max(self.group.page_bytes) / 1024:g} KiB a chunk{own}"
 
 
 def page_shapes() -> tuple[PageShape, ...]:
@@ -58,4 +64,20 @@ def page_shapes() -> tuple[PageShape, ...]:
         PageShape("Llama-8B", llama, 256),
         PageShape("Llama-8B", llama, 256, one_allocation=False),
         PageShape("GLM-5.3", glm, 256),
+    )
+
+
+def device_shapes() -> tuple[PageShape, ...]:
+    """Full groups of models that are served from GPUs; the bytes of a page are those of vLLM on one rank."""
+
+    def full(name: str, tokens: int, pages: tuple[int, ...], chunk: int = 256) -> PageShape:
+        return PageShape(name, Geometry((KVGroup(GroupKind.FULL, tokens, pages),)), chunk)
+
+    return (
+        full("GLM-5.3", 64, (73_728,) * 78),
+        # latents in FP8 with their scales, and the keys of the indexer in every fourth layer or so
+        full("GLM-5.2-FP8", 64, (41_984,) * 78 + (8_448,) * 21),
+        full("Llama-70B, TP 8", 16, (8_192,) * 80),
+        full("gpt-oss-120b", 16, (32_768,) * 18),
+        full("Qwen3-Next, TP 2", 544, (557_056,) * 12, chunk=544),
     )

@@ -12,6 +12,7 @@ from lmcache.bench.shapes import page_shapes
 from lmcache.bench.startup import measure_startup
 from lmcache.bench.tier_subject import tier_subject
 from lmcache.bench.tiers import measure_tier, most_bytes, prompt_bytes
+from lmcache.errors import ConfigError
 from lmcache.plugins.manager import PluginManager
 
 MIB = 1 << 20
@@ -35,6 +36,18 @@ def measure_engine(engine: str, quick: bool, step: Step) -> list[Figure]:
 
     measures = {"vllm": measure_vllm}
     return measures[engine](quick, step)
+
+
+def measure_device(name: str, quick: bool, step: Step) -> tuple[str, list[Figure]]:
+    """What the device is, and row 10. Some minutes. Raises ConfigError without torch or without such a device."""
+    try:
+        from lmcache.bench.device import describe_device, measure_device, open_device
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ConfigError("--device takes torch, which is not installed here", remedy="pip install torch") from None
+    device = open_device(name)
+    return describe_device(device), measure_device(device, quick, step)
 
 
 def measure_tiers(urls: Sequence[str], plugins: Sequence[str], quick: bool, step: Step) -> list[Figure]:

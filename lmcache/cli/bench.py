@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import attrs
 import click
 
 from lmcache.cli.options import as_json, plugin_names
@@ -25,19 +26,32 @@ from lmcache.errors import ConfigError
     help="Measure this storage tier instead, as a server would use it, and what it is beside plain reads and writes. "
     "Repeatable. On a disk it works in a folder of its own inside the one that is named.",
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    help="Measure copies between this device and the arena instead, in every way there is; takes torch. `cpu` tries "
+    "the bench where no GPU is.",
+)
 @plugin_names
 @click.option("--quick", is_flag=True, help="Fewer and smaller samples: whether it works, not how fast it is.")
 @as_json
 def bench(
-    *, engine: str | None, tiers: tuple[str, ...], plugin_names: tuple[str, ...], quick: bool, as_json: bool
+    *,
+    engine: str | None,
+    tiers: tuple[str, ...],
+    device: str | None,
+    plugin_names: tuple[str, ...],
+    quick: bool,
+    as_json: bool,
 ) -> None:
     """Measure what the cache costs, as ratios in one run, with targets and the machine's own limits beside them.
 
     A missed target is a figure, not a failure: the exit code is 0 either way. Servers that are measured are started for
     it, on free ports, and stopped.
     """
-    if engine and tiers:
-        raise ConfigError("--engine and --l2 are two benches", remedy="run one after the other")
+    chosen = [name for name, value in (("--engine", engine), ("--l2", tiers), ("--device", device)) if value]
+    if len(chosen) > 1:
+        raise ConfigError(f"{chosen[0]} and {chosen[1]} are two benches", remedy="run one after the other")
     if plugin_names and not tiers:
         raise ConfigError("--plugin is for tiers, and no --l2 names one", remedy="add --l2 URL, or leave --plugin out")
     try:
@@ -54,7 +68,10 @@ def bench(
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     machine = this_machine()
     with _progress() as step:
-        if tiers:
+        if device:
+            about, figures = suite.measure_device(device, quick, step)
+            machine = attrs.evolve(machine, device=about)
+        elif tiers:
             figures = suite.measure_tiers(tiers, plugin_names, quick, step)
         else:
             figures = suite.measure_engine(engine, quick, step) if engine else suite.measure(quick, step)

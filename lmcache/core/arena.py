@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from lmcache.core.memory import available_memory
 
@@ -53,6 +54,11 @@ class Mapping:
         _libc.madvise(ctypes.c_void_p(self._address), ctypes.c_size_t(size), _MADV_HUGEPAGE)
 
     @property
+    def address(self) -> int:
+        """Where this process has the segment."""
+        return self._address
+
+    @property
     def memory(self) -> memoryview:
         """The whole segment, writable, as bytes."""
         if self._map is None:
@@ -88,6 +94,16 @@ class Mapping:
                 mapping.close()
 
 
+class ArenaAttendant(Protocol):
+    """Who is told which bytes of a worker's mapping exist: an accelerator that wants them locked. Raises nothing."""
+
+    def mapped(self, address: int, stop: int, size: int) -> None:
+        """Bytes 0 to `stop` of the arena of `size` bytes at `address` exist. In a background thread, slab by slab."""
+
+    def unmapping(self, address: int) -> None:
+        """The arena at `address` is about to go; no copy is in flight. In the same thread, which then ends."""
+
+
 class MappedArena:
     """A worker's mapping, and the thread that maps in the background what the server has backed.
 
@@ -96,7 +112,8 @@ class MappedArena:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self._mapping = Mapping(descriptor, size)
-        self._wanted = self._done = 0
+        self._wanted = self._done = self._told = 0
+        self._attendant: ArenaAttendant | None = None
         self._closing = False
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="lmcache-prefault", daemon=True)
@@ -118,6 +135,13 @@ class MappedArena:
                 self._wanted = min(backed_bytes, self._mapping.size)
                 self._wake.notify()
 
+    def attend(self, attendant: ArenaAttendant) -> None:
+        """Tell `attendant` what exists, from the first byte on, and of the end. Others are ignored."""
+        with self._wake:
+            if self._attendant is None:
+                self._attendant = attendant
+                self._wake.notify()
+
     def close(self) -> None:
         """Stop, at the end of the slab in progress, and unmap. No copy may be in flight."""
         with self._wake:
@@ -133,14 +157,28 @@ class MappedArena:
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._closing or self._wanted > self._done)
+                self._wake.wait_for(lambda: self._closing or self._wanted > self._done or self._untold)
                 if self._closing:
-                    return
+                    break
                 stop = min(self._wanted, self._done + SLAB_BYTES)
-            # a failure costs speed only: the pages exist, and a copy faults them in
-            with contextlib.suppress(OSError):
-                self._mapping.populate(self._done, stop)
-            self._done = stop
+            if self._untold:
+                self._tell()
+            else:
+                # a failure costs speed only: the pages exist, and a copy faults them in
+                with contextlib.suppress(OSError):
+                    self._mapping.populate(self._done, stop)
+                self._done = stop
+        if self._attendant is not None:
+            self._attendant.unmapping(self._mapping.address)
+
+    @property
+    def _untold(self) -> bool:
+        return self._attendant is not None and self._told < self._done
+
+    def _tell(self) -> None:
+        if self._attendant is not None:
+            self._told = min(self._done, self._told + SLAB_BYTES)
+            self._attendant.mapped(self._mapping.address, self._told, self._mapping.size)
 
 
 class Backer:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import attrs
 
-from lmcache.core.arena import MappedArena
+from lmcache.core.arena import ArenaAttendant, MappedArena
 from lmcache.core.channel import Channel, Pending
 from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.mirror import Mirror
@@ -241,6 +241,12 @@ class Link:
             with self._state:
                 self._copies -= 1
             self._tear_down_if_idle()
+
+    def attend(self, attendant: ArenaAttendant) -> None:
+        """Have `attendant` told what of the arena exists, and when it goes. Idempotent; nothing on an ended link."""
+        with self._state:
+            if isinstance(self._arena, MappedArena) and not self._closed:
+                self._arena.attend(attendant)
 
     def _backed(self, cells: int) -> None:
         if self._arena is not None:

@@ -11,7 +11,7 @@ from lmcache.core.l1_only import Asked
 from lmcache.core.tier_in_use import TierInUse
 from lmcache.geometry.hits import Hit, longest_hit
 
-AT_ONCE = 2
+AT_ONCE = 4
 """Shards that one promotion fetches at once, for each thread of a tier: so that several promotions share it."""
 
 

@@ -89,7 +89,8 @@ class OnEvict:
 
     def makes_room(self) -> bool:
         """Somebody found too little room: whether something is being written that may go afterwards."""
-        self._short()
+        if not self._leaving:  # asked again and again until it has: that says nothing new of what should be ready
+            self._short()
         self.pump()
         return bool(self._leaving)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lmcache import __version__
-from lmcache.core.arena import Backer
+from lmcache.core.arena import SLAB_BYTES, Backer
 from lmcache.core.cache import Cache
 from lmcache.core.cells import CellAllocator
 from lmcache.core.config import ServerConfig
@@ -339,9 +339,11 @@ class Service:
 
     def _memory_comes(self, cells: int) -> bool:
         """Whether so many cells are not free yet and will be; what is read after them has memory asked for, too."""
-        comes = self._grow(cells)
-        self.keep_ahead()
-        return comes
+        allocator = self.cache.allocator
+        # asked for each object that is read, and what the host has to spare takes a while to find out
+        if allocator.free < min(AHEAD_BYTES - SLAB_BYTES, self.config.arena_bytes) // self.config.cell_bytes:
+            self.keep_ahead()
+        return allocator.free < cells and self._grow(cells)
 
     def _grow(self, free_cells: int) -> bool:
         """Ask for memory until `free_cells` are free; True when that is not so yet and more is on its way."""

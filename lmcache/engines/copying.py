@@ -4,13 +4,14 @@ For any engine; imports neither an engine nor torch.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import numpy as np
 
+from lmcache.core.arena import ArenaAttendant
 from lmcache.core.client import Link
 from lmcache.engines.copy import Bytes
 from lmcache.geometry.groups import Geometry
@@ -37,6 +38,15 @@ class ObjectCopier(Protocol):
     def load(self, arena: Bytes, cells: Sequence[int], block_ids: Sequence[int], first: int = 0) -> None: ...
 
 
+@runtime_checkable
+class OverlappingCopier(ObjectCopier, Protocol):
+    """A copier that can begin the next object before the last one is done, in one thread."""
+
+    def begin_store(self, arena: Bytes, cells: Sequence[int], block_ids: Sequence[int]) -> None: ...
+    def begin_load(self, arena: Bytes, cells: Sequence[int], block_ids: Sequence[int], first: int = 0) -> None: ...
+    def finish(self) -> None: ...
+
+
 MakeCopier = Callable[[ObjectLayout, int], ObjectCopier]
 """Makes the copier of one group for a layout and a cell size in bytes."""
 
@@ -47,6 +57,7 @@ class Kernels(Protocol):
     def settle(self) -> None: ...
     def mark(self) -> Any: ...
     def reached(self, mark: Any) -> None: ...
+    def behind_step(self) -> AbstractContextManager[Any]: ...
     def own_stream(self) -> AbstractContextManager[Any]: ...
 
 
@@ -61,6 +72,10 @@ class NoKernels:
 
     def reached(self, mark: None) -> None:
         """It is done."""
+
+    def behind_step(self) -> AbstractContextManager[None]:
+        """There are no streams."""
+        return contextlib.nullcontext()
 
     def own_stream(self) -> AbstractContextManager[None]:
         """There are no streams."""
@@ -77,14 +92,54 @@ class CopyPlans:
         self._geometry = geometry
         self._makers = makers
         self._made: dict[tuple[int, int, int], tuple[ObjectCopier, int]] = {}
+        self._attendants: set[ArenaAttendant] = set()
 
     def of(self, link: Link, group: int) -> tuple[ObjectCopier, int]:
         """The copier, and how many cells one object of the group takes."""
         key = (link.chunk_size, link.cell_bytes, group)
         if key not in self._made:
             layout = object_layout(self._geometry.groups[group], link.chunk_size, link.cell_bytes)
-            self._made[key] = self._makers[group](layout, link.cell_bytes), layout.cells
+            copier = self._makers[group](layout, link.cell_bytes)
+            self._made[key] = copier, layout.cells
+            if (attendant := getattr(copier, "attendant", None)) is not None:
+                self._attendants.add(attendant)
+        for attendant in self._attendants:
+            # with the first copy, and not when an engine registers: locking memory would break a CUDA graph's capture
+            link.attend(attendant)
         return self._made[key]
+
+
+def store_objects(copier: ObjectCopier, arena: Bytes, objects: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+    """Copy objects, each its cells and block ids, one begun before the last is done where the copier can.
+
+    When this returns or raises, nothing is in flight.
+    """
+    if not isinstance(copier, OverlappingCopier):
+        for cells, ids in objects:
+            copier.store(arena, cells, ids)
+        return
+    try:
+        for cells, ids in objects:
+            copier.begin_store(arena, cells, ids)
+    finally:
+        copier.finish()
+
+
+def load_objects(arena: Bytes, copies: Iterable[tuple[ObjectCopier, Sequence[int], Sequence[int], int]]) -> None:
+    """Copy objects, each its copier, cells, block ids and the first kept position of these; as `store_objects`."""
+    begun: list[OverlappingCopier] = []
+    try:
+        for copier, cells, ids, first in copies:
+            if isinstance(copier, OverlappingCopier):
+                if copier not in begun:
+                    begun.append(copier)
+                copier.begin_load(arena, cells, ids, first)
+            else:
+                copier.load(arena, cells, ids, first)
+    finally:
+        with contextlib.ExitStack() as stack:  # every one of them, though another's fails
+            for copier in begun:
+                stack.callback(copier.finish)
 
 
 def page_array(storage: Bytes, view: PageView, blocks: int) -> Bytes:

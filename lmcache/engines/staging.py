@@ -1,23 +1,65 @@
-"""Copies between pages on an accelerator and the arena, through a buffer on the device and one on the host.
+"""Copies between pages on an accelerator and the arena. Imports torch; works on CPU tensors, where it can be proved.
 
-An object is gathered on the device, layer by layer, into one run of bytes, crosses in one transfer, and is cut into the
-arena's cells. Loading is the same backwards. Nothing is left in flight: a store returns when the bytes are in the
-arena, a load when they are in the pages. Works on any device that torch knows; on the CPU too, where it can be proved.
+Pages are gathered on the device into one run of bytes, which crosses in few large copies, or they cross one by one:
+`Way` has the choices. A copier *begins* copies on the calling thread's stream, and `finish` waits for all of them, so
+that the device is never idle between two objects. What calls CUDA itself is in cuda.py, the kernel in page_kernels.py.
 """
 
+import contextlib
+import enum
+import functools
 import math
-from collections.abc import Sequence
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
+from lmcache.core.arena import ArenaAttendant
 from lmcache.engines.copy import Bytes
 from lmcache.engines.copying import PageView
+from lmcache.engines.crossing import Crossing
+from lmcache.engines.cuda import CopyMany, CudaLocks, check_device, copy_many
+from lmcache.engines.moving import WIDE, Gatherer, KernelMover, PieceMover, Straight, TorchGatherer, on_device
+from lmcache.engines.pinning import Everywhere, Pins, Reach
+from lmcache.errors import ConfigError
 from lmcache.geometry.layout import ObjectLayout
 
-WIDE = 8
-"""Bytes that kernels move at a time where everything is aligned to them."""
+IN_FLIGHT_BYTES = 128 << 20
+"""Begun by one copier and not done, before it waits for the first of them."""
+
+SETTING = "LMCACHE_DEVICE_COPY"
+"""Environment variable that chooses a `Way`, whatever the engine."""
+
+
+class Way(enum.Enum):
+    """How the pages of an object cross. Which one is the fastest has not been measured."""
+
+    GATHER = "gather"
+    """Torch gathers them on the device, a call a layer; then one copy a run of cells."""
+    KERNEL = "kernel"
+    """A kernel of ours gathers them, all layers in one launch; then one copy a run of cells."""
+    REACH = "reach"
+    """The kernel reads and writes the arena itself, where it is locked; elsewhere as KERNEL."""
+    BATCH = "batch"
+    """A copy a page, all in one call where the driver takes that, where the arena is locked; elsewhere as GATHER."""
+
+
+def chosen_way() -> Way:
+    """By the environment; GATHER by default. Raises ConfigError for a word that is none."""
+    word = os.environ.get(SETTING, "") or Way.GATHER.value
+    try:
+        return Way(word)
+    except ValueError:
+        known = ", ".join(way.value for way in Way)
+        raise ConfigError(f"{SETTING} is {word!r}", remedy=f"known are {known}; or leave it unset") from None
+
+
+@functools.cache
+def reach_of(device: torch.device) -> Reach:
+    """What of any arena the device reaches. One for each device of a process: that is what memory is locked for."""
+    return Everywhere() if device.type == "cpu" else Pins(CudaLocks(device))
 
 
 class Device:
@@ -26,6 +68,7 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)
+        self._beside: Any = None
 
     def settle(self) -> None:
         """Return when every kernel that was submitted has ended: pages hold what the step computed."""
@@ -41,31 +84,71 @@ class Device:
         """Return when the device has come to `mark`: what the engine did to newly allocated blocks is done."""
         mark.synchronize()
 
+    @contextlib.contextmanager
+    def behind_step(self) -> Iterator[None]:
+        """A context in which this thread submits to another stream, behind what it has submitted so far.
+
+        The device waits for that and the caller does not. For one thread, which takes the same stream every time.
+        """
+        if self._beside is None:
+            self._beside = self._new_stream()
+        self._beside.wait_event(self.mark())
+        with self._module.stream(self._beside):
+            yield
+
     def own_stream(self) -> Any:
         """A context in which the calling thread submits to a stream of its own on this device."""
-        where = () if self.device.type == "cpu" else (self.device,)
-        return self._module.stream(self._module.Stream(*where))
+        return self._module.stream(self._new_stream())
 
     def finish(self) -> None:
         """Return when the stream that the calling thread submits to is done."""
         if self.device.type != "cpu":
             self._module.current_stream(self.device).synchronize()
 
+    def _new_stream(self) -> Any:
+        where = () if self.device.type == "cpu" else (self.device,)
+        return self._module.Stream(*where)
+
 
 class StagedPages:
     """The pages of one KV group of one rank, on one device."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], views: Sequence[PageView], blocks: int) -> None:
-        self.device = Device(tensors[0].device)
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        views: Sequence[PageView],
+        blocks: int,
+        *,
+        way: Way | None = None,
+        reach: Reach | None = None,
+        many: CopyMany | None = None,
+    ) -> None:
+        """By default the way of the environment, what the device reaches, and the driver's batched copies.
+
+        Raises ConfigError for a device that lmcache has not been tried on.
+        """
+        device = tensors[0].device
+        check_device(device)
+        self.device = Device(device)
+        self.way = way or chosen_way()
+        self.reach = reach or reach_of(device)
+        self.many = many or copy_many(device)
         self.blocks = blocks
-        aligned = math.gcd(
+        self._tensors, self._views = tuple(tensors), tuple(views)
+        self._aligned = math.gcd(
             WIDE,
             *(n for view in views for n in (view.offset, view.stride, view.page_bytes)),
             *(tensor.untyped_storage().nbytes() for tensor in tensors),
+            *(tensor.untyped_storage().data_ptr() for tensor in tensors),
         )
-        self.element = torch.int64 if aligned == WIDE else torch.uint8
-        self.layers = [_page_rows(t, view, blocks, self.element) for t, view in zip(tensors, views, strict=True)]
+
+    def element(self, alignment: int = WIDE) -> torch.dtype:
+        """What pages can be moved in, if all else is aligned to `alignment` bytes."""
+        return torch.int64 if math.gcd(self._aligned, alignment) == WIDE else torch.uint8
+
+    def layers(self, element: torch.dtype) -> list[torch.Tensor]:
         """For each layer `[blocks, elements of a page]`."""
+        return [_page_rows(t, v, self.blocks, element) for t, v in zip(self._tensors, self._views, strict=True)]
 
 
 class StagedCopier:
@@ -76,46 +159,96 @@ class StagedCopier:
         self._layout = layout
         self._cell_bytes = cell_bytes
         # pieces are packed layer by layer, without gaps but at cell ends: each cell holds one run of the payload
-        self._used = [0] * layout.cells
+        used = [0] * layout.cells
         for piece in layout.pieces:
-            self._used[piece.cell] += piece.length
-        device = pages.device.device
-        elements = layout.payload_bytes // pages.element.itemsize
-        self._on_device = torch.empty(elements, dtype=pages.element, device=device)
-        self._on_host = torch.empty(elements, dtype=pages.element, pin_memory=device.type != "cpu")
-        self._payload: Bytes = np.asarray(self._on_host.view(torch.uint8).numpy())
-        sizes = [layout.blocks * layer.shape[1] for layer in pages.layers]
-        self._staged = [run.view(layout.blocks, -1) for run in self._on_device.split(sizes)]
+            used[piece.cell] += piece.length
+        self._crossing = Crossing(pages.device.device, pages.reach, used, cell_bytes)
+        self._gatherer, self._straight = _movers(pages, layout, used, cell_bytes)
+        self._begun: deque[tuple[Any, int]] = deque()
+
+    @property
+    def attendant(self) -> ArenaAttendant | None:
+        """Who has to be told what of an arena exists before this may copy straight from and to it."""
+        return self._pages.reach.attendant
 
     def store(self, arena: Bytes, cells: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy the pages of `block_ids` into an object's cells. Returns when they are there."""
-        ids = self._ids(block_ids, self._layout.blocks)
-        for layer, staged in zip(self._pages.layers, self._staged, strict=True):
-            torch.index_select(layer, 0, ids, out=staged)
-        self._on_host.copy_(self._on_device, non_blocking=True)
-        self._pages.device.finish()
-        start = 0
-        for cell, used in zip(cells, self._used, strict=True):
-            arena[cell * self._cell_bytes :][:used] = self._payload[start : start + used]
-            start += used
+        try:
+            self.begin_store(arena, cells, block_ids)
+        finally:
+            self.finish()
 
     def load(self, arena: Bytes, cells: Sequence[int], block_ids: Sequence[int], first: int = 0) -> None:
         """Copy kept positions from `first` on into the pages of `block_ids`. Returns when they are there."""
-        ids = self._ids(block_ids, len(block_ids))
-        start = 0
-        for cell, used in zip(cells, self._used, strict=True):
-            self._payload[start : start + used] = arena[cell * self._cell_bytes :][:used]
-            start += used
-        self._on_device.copy_(self._on_host, non_blocking=True)
-        for layer, staged in zip(self._pages.layers, self._staged, strict=True):
-            layer.index_copy_(0, ids, staged[first : first + len(block_ids)])
-        self._pages.device.finish()
+        try:
+            self.begin_load(arena, cells, block_ids, first)
+        finally:
+            self.finish()
 
-    def _ids(self, block_ids: Sequence[int], wanted: int) -> torch.Tensor:
-        # a kernel that is given a wrong id moves a foreign page, or ends the process
-        if len(block_ids) != wanted or min(block_ids) < 0 or max(block_ids) >= self._pages.blocks:
-            raise IndexError(f"block ids {list(block_ids)} of an engine with {self._pages.blocks} blocks")
-        return torch.tensor(block_ids, dtype=torch.int64, device=self._pages.device.device)
+    def begin_store(self, arena: Bytes, cells: Sequence[int], block_ids: Sequence[int]) -> None:
+        """As `store`, done when `finish` returns. Raises IndexError, with nothing submitted, for what is not there."""
+        self._check(arena, cells, block_ids, self._layout.blocks)
+        if self._straight is not None and self._crossing.reaches(arena, cells):
+            self._straight.store(arena, cells, block_ids)
+        else:
+            self._gatherer.gather(self._payload, on_device(block_ids, self._payload.device))
+            self._crossing.store(self._payload, arena, cells)
+        self._bound()
+
+    def begin_load(self, arena: Bytes, cells: Sequence[int], block_ids: Sequence[int], first: int = 0) -> None:
+        """As `load`, done when `finish` returns."""
+        if not 0 <= first <= first + len(block_ids) <= self._layout.blocks:
+            raise IndexError(f"kept positions {first} to {first + len(block_ids)} of {self._layout.blocks}")
+        self._check(arena, cells, block_ids, len(block_ids))
+        if self._straight is not None and self._crossing.reaches(arena, cells):
+            self._straight.load(arena, cells, block_ids, first)
+        else:
+            self._crossing.load(self._payload, arena, cells)
+            self._gatherer.scatter(self._payload, on_device(block_ids, self._payload.device), first)
+        self._bound()
+
+    def finish(self) -> None:
+        """Return when nothing is in flight, in the thread and on the stream that began it; whatever went wrong."""
+        self._begun.clear()
+        try:
+            self._crossing.finish()
+        finally:
+            self._pages.device.finish()
+
+    @functools.cached_property
+    def _payload(self) -> torch.Tensor:
+        """Bytes on the device; one object after another, in the order of the stream."""
+        return torch.empty(self._layout.payload_bytes, dtype=torch.uint8, device=self._pages.device.device)
+
+    def _bound(self) -> None:
+        self._begun.append((self._pages.device.mark(), self._layout.payload_bytes))
+        while len(self._begun) > 1 and sum(size for _, size in self._begun) > IN_FLIGHT_BYTES:
+            self._pages.device.reached(self._begun.popleft()[0])
+
+    def _check(self, arena: Bytes, cells: Sequence[int], block_ids: Sequence[int], wanted: int) -> None:
+        # a kernel that is given a wrong number moves a foreign page, or ends the process
+        blocks = self._pages.blocks
+        if len(block_ids) != wanted or min(block_ids, default=0) < 0 or max(block_ids, default=0) >= blocks:
+            raise IndexError(f"block ids {list(block_ids)} of an engine with {blocks} blocks")
+        if len(cells) != self._layout.cells or min(cells) < 0 or (max(cells) + 1) * self._cell_bytes > len(arena):
+            raise IndexError(
+                f"cells {list(cells)} for an object of {self._layout.cells}, "
+                f"of an arena with {len(arena) // self._cell_bytes}"
+            )
+
+
+def _movers(
+    pages: StagedPages, layout: ObjectLayout, used: Sequence[int], cell_bytes: int
+) -> tuple[Gatherer, Straight | None]:
+    """What gathers, and what copies straight where the arena is in reach."""
+    if pages.way in {Way.KERNEL, Way.REACH}:
+        # a piece begins at any multiple of what divides both pages and cells; arenas begin where a memory page does
+        kernel = KernelMover(pages.layers(pages.element(cell_bytes)), layout, used, cell_bytes)
+        return kernel, kernel if pages.way is Way.REACH else None
+    gatherer = TorchGatherer(pages.layers(pages.element()), layout)
+    if pages.way is Way.BATCH:
+        return gatherer, PieceMover(pages.layers(torch.uint8), layout, cell_bytes, pages.many)
+    return gatherer, None
 
 
 def _page_rows(tensor: torch.Tensor, view: PageView, blocks: int, element: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ from lmcache.core.client import Client, Link
 from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.keys import HASH_BYTES
 from lmcache.core.protocol import Placed
-from lmcache.engines.copying import CopyPlans, Kernels, mapped_arena
+from lmcache.engines.copying import CopyPlans, Kernels, mapped_arena, store_objects
 from lmcache.errors import GeometryError, LMCacheError
 from lmcache.geometry.chunking import kept_blocks
 from lmcache.geometry.groups import Geometry, GroupKind
@@ -119,9 +119,9 @@ class Storer:
         try:
             link = self._client.link()
             if link.namespace == namespace:
-                self._kernels.settle()
-                for order in orders:
-                    self._store_request(link, self._stored[order.request])
+                with self._kernels.behind_step():
+                    for order in orders:
+                        self._store_request(link, self._stored[order.request])
         except LMCacheError as error:
             log.debug("lmcache: stores wait: %s", error)
         except Exception:  # noqa: BLE001 - the engine must answer its users whatever is wrong with the cache
@@ -216,16 +216,21 @@ class Storer:
     def _copy_out(self, link: Link, stored: _Stored, group: int, chunks: Sequence[int], packed: bytes) -> None:
         copier, per_object = self._plans.of(link, group)
         cells = unpack_cells(packed)
+        objects = (
+            (cells[position * per_object : (position + 1) * per_object], self._held_blocks(link, stored, group, chunk))
+            for position, chunk in enumerate(chunks)
+        )
         with mapped_arena(link) as arena:
-            for position, chunk in enumerate(chunks):
-                own = cells[position * per_object : (position + 1) * per_object]
-                ids = self._blocks(link, stored, group, chunk)
-                if self._no_block in ids:
-                    raise GeometryError(
-                        f"the engine holds no block for some tokens of chunk {chunk} in KV group {group}",
-                        remedy="report it: this engine frees blocks of this group that lmcache thinks it keeps",
-                    )
-                copier.store(arena, own, ids)
+            store_objects(copier, arena, objects)
+
+    def _held_blocks(self, link: Link, stored: _Stored, group: int, chunk: int) -> list[int]:
+        ids = self._blocks(link, stored, group, chunk)
+        if self._no_block in ids:
+            raise GeometryError(
+                f"the engine holds no block for some tokens of chunk {chunk} in KV group {group}",
+                remedy="report it: this engine frees blocks of this group that lmcache thinks it keeps",
+            )
+        return ids
 
 
 def _not_full(geometry: Geometry) -> frozenset[int]:

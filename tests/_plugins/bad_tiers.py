@@ -45,8 +45,8 @@ class Folder(BadTier):
         return sorted(path for path in self.path.rglob("*") if len(path.name) == KEY_DIGITS)
 
     def taken(self) -> int:
-        """Bytes that files take, as the file system counts them, those that are being written included."""
-        files = [path for path in self.path.rglob("*") if path.is_file() and path.name != "lmcache.lock"]
+        """Bytes that blobs take, as the file system counts them, those that are being written included."""
+        files = [path for path in self.path.rglob("*") if path.is_file() and path.parent != self.path]
         return sum(path.stat().st_blocks * 512 for path in files)
 
 

@@ -81,6 +81,11 @@ class Blocks:
         key = next(key for key, slot in self._tree.items() if slot not in run.tables[0][: run.shared])
         self._release(0, self._tree.pop(key))
 
+    def forget(self) -> None:
+        """Keep nothing for requests to come; none runs."""
+        while self._tree:
+            self._release(0, self._tree.popitem()[1])
+
     def _release(self, number: int, slot: int) -> None:
         del self._owner[number][slot]
         if self._pools is not None:

@@ -8,7 +8,6 @@ a token reads is compared with what computing it would give, and every byte that
 
 import concurrent.futures
 import hashlib
-import os
 import pickle
 import time
 import types
@@ -63,6 +62,7 @@ class Executor:
         reuse: bool = False,
         partial: bool = False,
         take_at_most: int | None = None,
+        says_so: str = "both",
         refuse_reservations: int = 0,
         owner: int | None = None,
         **arguments: Any,
@@ -70,13 +70,14 @@ class Executor:
         """`layouts` is the second KV cache manager; `step_tokens` are what a step computes of one prompt.
 
         `reuse` lets the engine keep pages of its own, `partial` end its own hits inside blocks. `take_at_most` tokens
-        of an offer, and none of the first `refuse_reservations`, are taken. `owner` is the rank of an engine that
-        serves its requests alone (attention DP).
+        of an offer, and none of the first `refuse_reservations`, are taken; the engine says so by a `call` of
+        `cancel_load`, by a `note` on the request, or by `both`. `owner` is the rank of an engine that serves its
+        requests alone (attention DP).
         """
         assert not layouts or names.generation >= LAYOUTS
         self.names, self.toy, self.layouts, self.step_tokens = names, toy, layouts, step_tokens
         self.partial, self.take_at_most, self.owner = partial, take_at_most, owner
-        self.refuse_reservations = refuse_reservations
+        self.refuse_reservations, self.says_so = refuse_reservations, says_so
         self.reserving = names.generation >= RESERVATIONS and layouts
         self.blocks = Blocks(toy, slots, reuse=reuse)
         self.runs: list[Run] = []
@@ -137,8 +138,9 @@ class Executor:
         images: Sequence[tuple[list[int], int, int]] = (),
     ) -> Run:
         request = Request(next(self._numbers), prompt, self.names.generation, salt=salt, lora=lora, images=images)
-        content = f"lora {lora} images {list(images)}"
-        run = Run(request, len(prompt), answer, content, f"{salt} {content}", len(self.toy.groups))
+        run = Run(
+            request, len(prompt), answer, f"{self.toy.weights} {lora}", images, f"{salt} {lora}", len(self.toy.groups)
+        )
         run.told_blocks = [0] * run.groups
         self.runs.append(run)
         return run
@@ -158,10 +160,19 @@ class Executor:
     def abort(self, run: Run) -> None:
         """The user went away."""
         run.aborted = True
-        if run.admitted:
-            self._end(run)
-        else:
+        if not run.admitted:
             run.done = True
+        elif not (self.layouts and run.waits):
+            self._end(run)
+        # else its load is drained first: older versions have no such care
+
+    def replay(self, run: Run) -> None:
+        """It loses its pages, and starts again from the beginning."""
+        self.scheduler.request_reset(run.request)
+        done, self.blocks.reuse = run.done, False
+        self.blocks.free(run, self.pools_of)
+        run.done, run.admitted, run.told, run.told_tokens, run.offered, run.taken = done, False, False, 0, 0, 0
+        run.told_blocks = [0] * run.groups
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -231,11 +242,13 @@ class Executor:
             at = run.computed + run.taken
             if self.reserving:
                 self._release(run, at, run.computed + offered)
-            else:
+            elif self.says_so != "note":
                 self.scheduler.cancel_load(run.request, at, run.computed + offered)
         if not run.taken and self.reserving:
             run.waits = False
-        if hasattr(run.request, "py_num_connector_matched_tokens"):
+        if self.says_so == "call":
+            del run.request.py_num_connector_matched_tokens
+        elif hasattr(run.request, "py_num_connector_matched_tokens"):
             run.request.py_num_connector_matched_tokens = run.taken
         return True
 
@@ -285,7 +298,7 @@ class Executor:
         output = self._output(batch)
         metadata = pickle.dumps(self.scheduler.build_connector_meta(output))
         self.trace.append("build_connector_meta")
-        first = [run for run, _ in batch if run.taken and run.position == run.computed + run.taken and not run.waits]
+        first = [run for run, _ in batch if run.taken and run.position == run.computed + run.taken and not run.loaded]
         stream = Stream()
         for rank in self.ranks:
             rank.worker.bind_connector_meta(pickle.loads(metadata))
@@ -461,14 +474,19 @@ class Executor:
                 rank.reported[what] -= ids
         for run in self.runs:
             if run.number in everywhere["loading"]:
-                run.waits, run.loading, run.loaded = False, False, True
+                self._loaded(run)
             if run.number in everywhere["saving"]:
                 self._free(run)
         for number in everywhere["prefix"]:
             run, start, end = self.reservations.pop(number)
-            run.loaded = run.loaded or run.waits
-            run.waits, run.loading = False, False
             self.scheduler.release_prefix_reservation(run.request, number, start, end)
+            self._loaded(run)
+
+    def _loaded(self, run: Run) -> None:
+        run.loaded = run.loaded or run.waits
+        waited, run.waits, run.loading = run.waits, False, False
+        if waited and run.aborted and not run.saving and not run.done:
+            self._end(run)
 
 
 def _arguments(address: str, toy: Toy, ranks: int, more: dict[str, Any]) -> Any:
@@ -493,5 +511,4 @@ def _arguments(address: str, toy: Toy, ranks: int, more: dict[str, Any]) -> Any:
         "kv_connector_config": types.SimpleNamespace(server_url=address),
         "scheduler_config": types.SimpleNamespace(capacity_scheduler_policy="GUARANTEED_NO_EVICT"),
     }
-    os.environ.setdefault("LMCACHE_WEIGHTS_ID", "toy")
     return types.SimpleNamespace(**values | more)

@@ -6,6 +6,7 @@ and not on a salt.
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
@@ -39,6 +40,7 @@ class Toy:
 
     groups: tuple[LayerGroup, ...] = (LayerGroup((0, 1)),)
     tokens_per_block: int = 4
+    weights: int = 1
 
     @property
     def mla(self) -> bool:
@@ -52,11 +54,16 @@ PLAIN = Toy()
 """Two layers of full attention."""
 
 
-def chain(tokens: tuple[int, ...], content: str) -> list[bytes]:
-    """What each position knows of all that came before it."""
-    states, state = [], hashlib.blake2b(content.encode(), digest_size=16).digest()
-    for token in tokens:
-        state = hashlib.blake2b(state + token.to_bytes(4, "little"), digest_size=16).digest()
+Image = tuple[list[int], int, int]
+"""Hash words, first position, length."""
+
+
+def chain(tokens: Sequence[int], weights: str, images: Sequence[Image]) -> list[bytes]:
+    """What each position knows of all that came before it; `weights` are the model's and a LoRA's."""
+    states, state = [], hashlib.blake2b(weights.encode(), digest_size=16).digest()
+    for position, token in enumerate(tokens):
+        seen = [(words, position - start) for words, start, length in images if 0 <= position - start < length]
+        state = hashlib.blake2b(state + f"{token} {seen}".encode(), digest_size=16).digest()
         states.append(state)
     return states
 

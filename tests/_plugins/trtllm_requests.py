@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 
 import attrs
-from trtllm_model import Toy, chain
+from trtllm_model import Image, Toy, chain
 from trtllm_names import LAYOUTS, SALTED
 
 BAD_PAGE = -1
@@ -49,8 +49,8 @@ class Run:
     request: Request
     prompt_tokens: int
     answer_tokens: int
-    content: str
-    """What besides tokens changes its KV."""
+    weights: str
+    images: Sequence[Image]
     domain: str
     """What besides tokens keeps it from sharing pages in the engine."""
     groups: int
@@ -94,7 +94,7 @@ class Run:
     def states(self) -> list[bytes]:
         """What each token knows of those before it."""
         if len(self._states) < len(self.request.tokens):
-            self._states = chain(tuple(self.request.tokens), self.content)
+            self._states = chain(self.request.tokens, self.weights, self.images)
         return self._states
 
     def loadable(self, toy: Toy) -> range:

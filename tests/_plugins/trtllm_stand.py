@@ -1,6 +1,7 @@
 """What tests of the TensorRT-LLM adapter share: a real server, engines beside it, prompts."""
 
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any, Self
@@ -9,6 +10,7 @@ from reference_stand import start
 from trtllm_executor import Executor
 from trtllm_model import VOCABULARY
 
+BLOCK = 4
 CHUNK = 16
 """Tokens: four blocks of the toy model."""
 
@@ -45,3 +47,11 @@ def prompt(seed: int, tokens: int) -> list[int]:
     """Token ids that look like no other seed's."""
     generator = random.Random(seed)
     return [generator.randrange(VOCABULARY) for _ in range(tokens)]
+
+
+_seeds = itertools.count(1000)
+
+
+def fresh(tokens: int) -> list[int]:
+    """Token ids that no test has had before."""
+    return prompt(next(_seeds), tokens)

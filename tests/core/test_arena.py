@@ -197,6 +197,46 @@ def test_a_worker_that_cannot_map_ahead_copies_all_the_same(segment: int) -> Non
     mapped.close()
 
 
+class Attendant:
+    """Writes down what it is told, and by whom."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+        self.threads: set[str] = set()
+        self.enough = threading.Event()
+
+    def mapped(self, address: int, stop: int, size: int) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.told.append(("mapped", stop))
+        if stop == size:
+            self.enough.set()
+
+    def unmapping(self, address: int) -> None:
+        self.threads.add(threading.current_thread().name)
+        ctypes.string_at(address, 1)  # the end of this process, were it not mapped
+        self.told.append(("unmapping", 0))
+
+
+def test_an_attendant_is_told_of_every_slab_also_of_those_from_before_and_of_the_end() -> None:
+    descriptor = create_segment(2 * SLAB_BYTES + MIB)
+    mapped = MappedArena(descriptor, 2 * SLAB_BYTES + MIB)
+    os.close(descriptor)
+    attendant, ignored = Attendant(), Attendant()
+    mapped.prefault(SLAB_BYTES)
+    mapped.attend(attendant)
+    mapped.attend(ignored)
+    mapped.attend(attendant)
+    mapped.prefault(1 << 40)
+    wait_until(attendant.enough)
+    mapped.close()
+
+    stops = [stop for what, stop in attendant.told if what == "mapped"]
+    assert stops == [SLAB_BYTES, 2 * SLAB_BYTES, 2 * SLAB_BYTES + MIB]
+    assert attendant.told[-1] == ("unmapping", 0)
+    assert attendant.threads == {"lmcache-prefault"}
+    assert ignored.told == []
+
+
 CHILD = """
 import os, sys
 from lmcache.core.arena import Mapping, create_segment

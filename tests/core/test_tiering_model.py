@@ -168,6 +168,22 @@ def test_a_hit_waits_for_memory_that_is_on_its_way_and_has_nothing_evicted_for_i
     model.teardown()
 
 
+def test_a_lookup_that_waits_for_room_asks_for_no_more_of_it_each_time() -> None:
+    model = stage((ON_EVICT, 1, False), cells=8)
+    model.store_all(owner=0, space=0, path=WHOLE)
+    model.store_all(owner=0, space=0, path=ANOTHER)
+    saving = model.tiering._saving
+    targets = []
+    for _ in range(5):
+        assert saving.makes_room()
+        targets.append(saving._on_evict._target)
+    assert len(set(targets)) == 1
+    assert targets[0] < 8
+    model.all_calls_return("works")
+    check(model)
+    model.teardown()
+
+
 def test_what_is_in_l1_is_held_for_searches_only_as_far_as_promotions_may_go() -> None:
     model = stored(WHOLE, ANOTHER, cells=8)
     model.store_all(owner=0, space=0, path=WHOLE[:3])

@@ -14,9 +14,11 @@ import pytest
 from lmcache import errors
 from lmcache.cli.main import COMMANDS
 from lmcache.core import hookspecs, protocol
+from lmcache.core.adapter import Validation
 from lmcache.core.metrics import GAUGES, Counters
 from lmcache.engines.vllm import adapter, settings, wishes
 from lmcache.geometry.groups import GroupKind
+from lmcache.plugins.manager import PluginManager
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in p.parts)]
@@ -120,6 +122,28 @@ def test_the_reference_has_every_hook(site):
     assert [name for name in hooks if name not in text] == []
 
 
+def test_the_table_of_engines_says_what_their_adapters_say(site):
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "engines" / "index.html").read_text()))
+    for each in PluginManager().adapters():
+        plain = each.status.replace("`", "")
+        assert f"{plain[:1].upper()}{plain[1:].rstrip('.')}." in text, each.engine
+        assert each.supported in text, each.engine
+        assert each.validation in text, each.engine
+
+
+def test_every_engine_has_a_page_that_the_table_of_engines_leads_to():
+    """And an engine that only a simulator has stood in for is nowhere said to work."""
+    index = (ROOT / "docs" / "engines" / "index.md").read_text()
+    front = (ROOT / "docs" / "index.md").read_text()
+    pages = {"reference": "../how-it-works.md", "vllm": "../reference/vllm.md"}
+    for each in PluginManager().adapters():
+        page = pages.get(each.engine, f"{each.engine}.md")
+        assert f"]({page}" in index, each.engine
+        assert (ROOT / "docs" / "engines" / page).exists(), each.engine
+        if each.validation is not Validation.ENGINE:
+            assert not re.search(rf"^\* - .*engines/{each.engine}\.md.*\n  - works", front, re.MULTILINE), each.engine
+
+
 def test_the_reference_has_every_key_of_the_connector_and_no_other(site):
     names = [value for name, value in vars(settings).items() if name.isupper() and isinstance(value, str)]
     keys = {name for name in names if name.startswith("lmcache.")} | set(settings.NOTED)
@@ -143,6 +167,18 @@ OTHER_PROGRAMS = {
         "--reasoning-parser",
         "--mamba-cache-mode",
         "--prefix-cache-retention-interval",
+    },
+    "SGLang": {
+        "--enable-cache-report",
+        "--enable-hierarchical-cache",
+        "--enable-unified-cache-external-linker",
+        "--hicache-mem-layout",
+        "--hicache-storage-backend",
+        "--hicache-storage-backend-extra-config",
+        "--model-path",
+        "--page-size",
+        "--unified-cache-external-linker-backend",
+        "--unified-cache-external-linker-config",
     },
     "docker": {"--network", "--user", "--ipc", "--shm-size"},
     "pip": {"--upgrade", "--no-deps"},

@@ -72,6 +72,17 @@ def looks_up_what_fails_again_and_again(pebble, patch):
     patch.setattr(pebble.connector.LMCache, "load", stubborn)
 
 
+def raises_when_a_load_fails(pebble, patch):
+    load = pebble.connector.LMCache.load
+
+    def strict(self, request, hit):
+        if not load(self, request, hit):
+            raise RuntimeError("a load has failed")
+        return True
+
+    patch.setattr(pebble.connector.LMCache, "load", strict)
+
+
 def stores_the_first_chunk_only(pebble, patch):
     store = pebble.connector.Storer.store
     patch.setattr(
@@ -211,6 +222,7 @@ WRONG = [
     (believes_what_is_not_confirmed, FAILS, {"fault": LoadFault.CONFIRM}, COUNT),
     (believes_what_is_not_confirmed, FAILS, {"fault": LoadFault.LAST_RANK}, COUNT),
     (looks_up_what_fails_again_and_again, FAILS, {"fault": LoadFault.OPEN}, "was looked up in a loop"),
+    (raises_when_a_load_fails, FAILS, {"fault": LoadFault.CONFIRM}, "a load has failed"),
     (stores_the_first_chunk_only, AGAIN, {"chunks": 3, "around": 0}, COUNT),
     (stores_after_the_blocks_have_changed, AGAIN, {"chunks": 1, "around": 0}, OTHER),
     (knows_no_salt, "salts_share_nothing_and_each_finds_its_own", {}, COUNT),
@@ -249,6 +261,16 @@ def test_a_wrong_adapter_fails(pebble, tmp_path, monkeypatch, mistake, test, arg
     mistake(pebble, monkeypatch)
     with pytest.raises((Exception, pytest.fail.Exception), match=f"(?s){words}"):
         _run(pebble, tmp_path, test, arguments)
+
+
+def test_an_engine_that_ends_when_a_load_fails_passes_if_its_class_says_so(pebble, tmp_path, monkeypatch):
+    monkeypatch.setattr(pebble.tests.TestPromises, "ends_when_a_load_fails", True)
+    raises_when_a_load_fails(pebble, monkeypatch)
+    _run(pebble, tmp_path, FAILS, {"fault": LoadFault.CONFIRM})
+    monkeypatch.undo()
+    monkeypatch.setattr(pebble.tests.TestPromises, "ends_when_a_load_fails", True)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        _run(pebble, tmp_path, FAILS, {"fault": LoadFault.CONFIRM})
 
 
 def _run(pebble, folder, test, arguments):

@@ -6,6 +6,7 @@ which of them a prefix needs.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,13 +22,14 @@ from lmcache.engines.sglang.adapter import SglangAdapter
 from lmcache.engines.sglang.checks import STORAGE_NEEDED, check_door, check_parallelism
 from lmcache.engines.sglang.hicache_keys import SGLANGS_OWN
 from lmcache.engines.sglang.host_pools import host_pool, page_blocks
-from lmcache.engines.sglang.identity import namespace_facts, run_identity
+from lmcache.engines.sglang.identity import namespace_facts, updated_facts
 from lmcache.engines.sglang.page_keys import chain_hashes
 from lmcache.engines.sglang.page_store import Pages, PageStore
 from lmcache.engines.sglang.pools import build_geometry
 from lmcache.engines.sglang.process import served_model
 from lmcache.engines.sglang.settings import read_settings
 from lmcache.engines.sglang.trailing import restorable_ends
+from lmcache.engines.sglang.weight_updates import watched_updates
 from lmcache.engines.versions import warn_of_version
 from lmcache.errors import ConfigError, GeometryError, ProtocolError
 from lmcache.geometry.groups import GroupKind
@@ -62,6 +64,9 @@ class LMCacheStorage(HiCacheStorage):
         self._pools: dict[str, Any] = {}
         self._cleared = 0
         self._page = 0
+        self._updates = watched_updates()
+        self._updated = self._updates.count
+        self._renewing = threading.Lock()
 
     # -------------------------------------------------------------------------------------------------------- beginning
 
@@ -92,8 +97,7 @@ class LMCacheStorage(HiCacheStorage):
             "host",
             self._settings.weights_id,
         )
-        if self._cleared:
-            facts["cleared"] = f"{self._cleared} times in run {run_identity()}"
+        facts |= updated_facts(self._updated, self._cleared)
         client = Client(
             *(self._settings.address, Engine(facts, geometry, Role.WORKER, int(config.tp_rank))),
             *(self._settings.client, self._refused),
@@ -146,7 +150,7 @@ class LMCacheStorage(HiCacheStorage):
         return self._leading(_name(name), hashes[pages.start * HASH_BYTES : pages.stop * HASH_BYTES])
 
     def _leading(self, name: str, hashes: bytes) -> int:
-        store = self._stores.get(name)
+        store = self._store(name)
         ends = store.restorable(hashes, longest=True) if store and hashes else []
         return ends[-1] if ends else 0
 
@@ -192,7 +196,7 @@ class LMCacheStorage(HiCacheStorage):
         self, name: str, keys: Sequence[str], indices: Any, work: Callable[[PageStore, list[int]], int]
     ) -> int:
         """What `work` makes of these pages of a pool; 0 where there is no such pool, or the pages are none."""
-        store, pool = self._stores.get(name), self._pools.get(name)
+        store, pool = self._store(name), self._pools.get(name)
         if store is None or pool is None or indices is None or not keys:
             return 0
         try:
@@ -226,7 +230,20 @@ class LMCacheStorage(HiCacheStorage):
 
     def clear(self) -> None:
         """From now on this engine finds nothing that was stored before. What others find of it stays."""
-        self._cleared += 1
+        with self._renewing:
+            self._cleared += 1
+            self._renew()
+
+    def _store(self, name: str) -> PageStore | None:
+        """The store of a pool; all are made anew once the weights were exchanged."""
+        if self._updated != self._updates.count:
+            with self._renewing:
+                if self._updated != self._updates.count:
+                    self._updated = self._updates.count
+                    self._renew()
+        return self._stores.get(name)
+
+    def _renew(self) -> None:
         for name, pool in list(self._pools.items()):
             self._register(name, pool)
 

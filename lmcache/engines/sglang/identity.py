@@ -134,6 +134,16 @@ def _files_or_commit(path: str, model: Model) -> tuple[str, str]:
     return "", "they are neither in a folder nor of a known commit of the model hub"
 
 
+def updated_facts(updates: int, clears: int = 0) -> dict[str, str]:
+    """What a namespace gets besides once the weights were exchanged in a running engine: nobody else has these.
+
+    `clears` is how often the engine was told to forget what is stored.
+    """
+    if not updates and not clears:
+        return {}
+    return {"changed": f"weights {updates} times, cleared {clears} times, in run {run_identity()}"}
+
+
 @functools.cache
 def run_identity() -> str:
     """A name for this run of the engine that all of its ranks come to: they have one parent, which starts once."""

@@ -22,7 +22,7 @@ from lmcache.core.protocol import Role
 from lmcache.engines.sglang.adapter import SglangAdapter
 from lmcache.engines.sglang.checks import LINKER_NEEDED, check_door, check_parallelism
 from lmcache.engines.sglang.device_pools import device_pools, kernels_of
-from lmcache.engines.sglang.identity import namespace_facts
+from lmcache.engines.sglang.identity import namespace_facts, updated_facts
 from lmcache.engines.sglang.offloads import Offloads
 from lmcache.engines.sglang.page_keys import chain_hashes
 from lmcache.engines.sglang.page_store import Pages, PageStore
@@ -30,6 +30,7 @@ from lmcache.engines.sglang.pools import build_geometry
 from lmcache.engines.sglang.process import served_model
 from lmcache.engines.sglang.ranks import RankGroup
 from lmcache.engines.sglang.settings import read_settings
+from lmcache.engines.sglang.weight_updates import watched_updates
 from lmcache.engines.versions import warn_of_version
 from lmcache.errors import ConfigError, GeometryError, ProtocolError
 from lmcache.geometry.groups import GroupKind
@@ -83,20 +84,17 @@ class LMCacheLinker(UnifiedCacheLinker):
         self.layer_done_counter = LayerWiseLoadCounter(int(getattr(kvcache, "layer_num", 1)))
         if "mamba" in self._groups:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-        facts = namespace_facts(
+        self._facts = namespace_facts(
             served_model(server_args),
             pools,
             f"{getattr(kvcache, 'start_layer', 0)} to {getattr(kvcache, 'end_layer', '')}",
             torch.device(kvcache.device).type,
             settings.weights_id,
         )
-        client = Client(
-            settings.address, Engine(facts, geometry, Role.WORKER, self._group.rank), settings.client, self._refused
-        )
-        client.start(settings.start_wait)
-        kernels = kernels_of(kvcache, staging=settings.staging)
-        makers = {number: pool.make for number, pool in enumerate(pools)}
-        self._store = PageStore(client, geometry, self._group.rank, makers, kernels, tenant=settings.tenant)
+        self._makers = {number: pool.make for number, pool in enumerate(pools)}
+        self._kernels = kernels = kernels_of(kvcache, staging=settings.staging)
+        self._updates = watched_updates()
+        self._store = self._connect(settings.start_wait)
         self._offloads = Offloads(kernels.own_stream, int(kvcache.size) // self._page // LOCKED_SHARE)
         self._loaded: set[str] = set()
         log.info(
@@ -104,6 +102,25 @@ class LMCacheLinker(UnifiedCacheLinker):
             *(__version__, sglang.__version__, type(self).__module__, self._page),
             *(", ".join(self._groups), self._group.rank, self._group.size),
         )
+
+    def _connect(self, wait: float) -> PageStore:
+        """A store in the namespace of the weights that the engine has now."""
+        self._updated = self._updates.count
+        facts = self._facts | updated_facts(self._updated)
+        engine = Engine(facts, self._geometry, Role.WORKER, self._group.rank)
+        client = Client(self._settings.address, engine, self._settings.client, self._refused)
+        client.start(wait)
+        return PageStore(
+            client, self._geometry, self._group.rank, self._makers, self._kernels, tenant=self._settings.tenant
+        )
+
+    def _current(self) -> PageStore:
+        """The store; another one once the weights were exchanged. What waits to be stored is of the old ones."""
+        if self._updated != self._updates.count:
+            self._offloads.drain()
+            self._store.close()
+            self._store = self._connect(self._settings.deadline)
+        return self._store
 
     def _refused(self, error: ProtocolError) -> None:
         log.error("lmcache: the server at %s refuses this engine: %s", self._settings.address, error)
@@ -113,14 +130,14 @@ class LMCacheLinker(UnifiedCacheLinker):
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """Lengths, in pages, of prefixes that this rank can restore. One request to the server, and no exception."""
         hashes = chain_hashes(_kv(transfers).keys)
-        return self._store.restorable(hashes, patience=self._settings.tier_wait, longest=self._group.size == 1)
+        return self._current().restorable(hashes, patience=self._settings.tier_wait, longest=self._group.size == 1)
 
     def load(self, rid: str, transfers: Sequence[Any]) -> bool:
         """Fill the pages, now. False on every rank if it failed on any: the request is computed."""
         keys = _kv(transfers).keys
         hashes = chain_hashes(keys)
         wanted = self._wanted(keys, transfers)
-        loaded = bool(wanted) and self._store.load(hashes, wanted, whole=True) == len(keys)
+        loaded = bool(wanted) and self._current().load(hashes, wanted, whole=True) == len(keys)
         # ranks that disagreed would run different batches, and wait for each other for ever
         loaded = self._group.all_agree(loaded)
         if loaded:
@@ -164,16 +181,17 @@ class LMCacheLinker(UnifiedCacheLinker):
     def offload(self, transfers: Sequence[Any], session_id: str | None = None, **_: Any) -> bool:
         """Store the pages of one node, later. True on every rank: what becomes of it is told by the answers."""
         ready = self.record_offload_ready()
+        store = self._current()
 
         def work() -> bool:
             for event in ready:
                 event.synchronize()
-            return self._store_all(transfers)
+            return self._store_all(store, transfers)
 
         self._offloads.put(work, sum(len(transfer.keys) for transfer in transfers))
         return True
 
-    def _store_all(self, transfers: Sequence[Any]) -> bool:
+    def _store_all(self, store: PageStore, transfers: Sequence[Any]) -> bool:
         """Store, on the thread that does it, what this rank has to; whether all of it is stored."""
         try:
             parts = [part for part in map(self._part, transfers) if part is not None]
@@ -182,7 +200,7 @@ class LMCacheLinker(UnifiedCacheLinker):
             return False
         # full pools first: their pages are the parents of all others
         parts.sort(key=lambda part: self._geometry.groups[part[0]].kind is not GroupKind.FULL)
-        stored = [self._store.store(*part) for part in parts]
+        stored = [store.store(*part) for part in parts]
         return all(stored)  # only now: a part that fails does not keep the others out
 
     def _part(self, transfer: Any) -> tuple[int, bytes, list[int]] | None:

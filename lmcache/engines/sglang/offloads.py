@@ -42,11 +42,15 @@ class Offloads:
         """The oldest answer."""
         return self._done.popleft()
 
-    def settle(self) -> None:
-        """Return when nothing is under way, and forget the answers."""
+    def drain(self) -> None:
+        """Return when nothing is under way."""
         with self._lock:
             self._lock.wait_for(lambda: not self._under_way)
-            self._done.clear()
+
+    def settle(self) -> None:
+        """As `drain`, and forget the answers."""
+        self.drain()
+        self._done.clear()
 
     def close(self) -> None:
         """Finish what is under way and end the thread. Idempotent."""

@@ -61,8 +61,8 @@ def _check_cache(cache: Any) -> None:
             )
     if getattr(cache, "enable_partial_reuse", False):
         log.warning(
-            "lmcache: kv_cache_config.enable_partial_reuse is on; a prompt of which TensorRT-LLM itself holds half a block "
-            "more is not looked up, so set it to false"
+            "lmcache: kv_cache_config.enable_partial_reuse is on; what TensorRT-LLM itself holds then ends inside "
+            "blocks, and such prompts are not looked up: set it to false"
         )
 
 

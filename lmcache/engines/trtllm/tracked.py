@@ -107,5 +107,5 @@ def tables_by_group(grouped: Any) -> dict[int, list[int]]:
 
 
 def blocks_of(tables: Mapping[int, list[int]], shape: Shape) -> tuple[list[int], ...]:
-    """The block table of each KV group."""
-    return tuple(tables.get(layer_group, []) for layer_group in shape.layer_groups)
+    """The block table of each KV group, as it is now."""
+    return tuple(list(tables.get(layer_group, [])) for layer_group in shape.layer_groups)

@@ -13,7 +13,7 @@ from typing import Any
 from lmcache.core.cells import unpack_cells
 from lmcache.core.client import Client, Link
 from lmcache.core.protocol import ErrorCode, Opened
-from lmcache.engines.copying import CopyPlans, Kernels, ObjectCopier, mapped_arena
+from lmcache.engines.copying import CopyPlans, Kernels, ObjectCopier, load_objects, mapped_arena
 from lmcache.engines.vllm.orders import NULL_BLOCK, LoadOrder
 from lmcache.errors import GeometryError, LMCacheError, Refused
 from lmcache.geometry.groups import Geometry
@@ -96,8 +96,7 @@ class Loader:
 
     def _copy_in(self, link: Link, copies: Iterable[_Copy]) -> None:
         with mapped_arena(link) as arena:
-            for copier, cells, ids, first in copies:
-                copier.load(arena, cells, ids, first)
+            load_objects(arena, copies)
 
     def _copies(self, link: Link, order: LoadOrder, opened: Opened, group: int) -> Iterator[_Copy]:
         """What to copy of one group. Raises GeometryError before anything is, where vLLM has no block for a page."""

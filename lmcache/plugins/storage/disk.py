@@ -6,9 +6,10 @@ default: should the host lose power, a file may be there whose bytes are not, an
 read, since every blob is verified then. `sync=on` flushes a blob before it gets its name, and the name after.
 
 *What is counted.* Files in blocks of 4096 bytes, those that are being written included: they never take more than the
-limit. Before a blob is written, as many go as must; the order is an eviction policy's. A tier that is closed well
-leaves an index for the next start; after a crash the files tell, and their times of modification keep the order of use,
-to a minute.
+limit. Before a blob is written, as many go as must; the order is an eviction policy's. An index of all of them, and a
+log of what has been stored since it was written, are there for the next start, however this one ends: only the files
+that the log names are looked at then. The order of use is kept, after a crash to a minute. After a crash of the host
+all files are looked at.
 
 *Who may use the folder.* One server at a time, which holds a lock on it.
 """
@@ -146,7 +147,7 @@ class DiskTier(StorageTier):
         if self._mode != "read":
             with contextlib.suppress(OSError), self._lock:  # without it the next start looks at the files
                 self._closed = True
-                self._folder.remember(self._index.by_age())
+                self._folder.catalogue.close(self._index.by_age())
         self._folder.close()
 
     # ------------------------------------------------------------------------------------------------------ at opening
@@ -237,14 +238,36 @@ class DiskTier(StorageTier):
         final = self._folder.blob_path(entry.key)
         with self._lock:
             self._check_open()
+            self._folder.catalogue.storing(entry.key)
             os.rename(path, final)
             self._index.add(entry)
+        self._keep_the_log_short()
         if self._sync:
             folder = os.open(os.path.dirname(final), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+
+    def _keep_the_log_short(self) -> None:
+        """Write another index when it is time. A failure leaves the one that there is."""
+        catalogue = self._folder.catalogue
+        with self._lock:
+            if self._closed or not catalogue.too_long(len(self._index)):
+                return
+            try:
+                generation = catalogue.begin_anew()
+            except OSError:
+                return
+            entries = list(self._index)
+        try:
+            catalogue.write(generation, entries)
+            with self._lock:
+                self._check_open()
+                catalogue.replace(generation)
+        except OSError:
+            with self._lock:
+                catalogue.abandon(generation)
 
     def _check_open(self) -> None:
         """Calls that were given up on may come back when the folder is another server's."""
@@ -277,6 +300,9 @@ class DiskTier(StorageTier):
             entry.used_at = now
             with contextlib.suppress(OSError):  # the next start will think it older than it is
                 os.utime(fd)
+            with self._lock:
+                if self._index.get(entry.key) is entry and not self._closed:
+                    self._folder.catalogue.used(entry)
 
     def _give_up(self, entry: Entry) -> None:
         """A blob that is gone, empty or cannot be read would be said to be there, and fail, each time it is wanted."""

@@ -33,7 +33,7 @@ def write(fd: int, parts: Sequence[Buffer], deadline: float) -> None:
     """Write all of `parts` into a new file that `open_new` opened for them."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     tail = []
-    if _is_direct(fd) and len(views[-1]) % ALIGNMENT:
+    if len(views[-1]) % ALIGNMENT and _is_direct(fd):
         cut = len(views[-1]) // ALIGNMENT * ALIGNMENT
         views[-1:], tail = [views[-1][:cut]] if cut else [], [views[-1][cut:]]
     offset = _write_at(fd, views, 0, deadline)
@@ -60,7 +60,7 @@ def read(fd: int, into: Sequence[memoryview], deadline: float) -> int:
         room -= len(view)
         if len(view):
             views.append(view)
-    if _is_direct(fd) and views and len(views[-1]) % ALIGNMENT:
+    if views and len(views[-1]) % ALIGNMENT and _is_direct(fd):
         cut = len(views[-1]) // ALIGNMENT * ALIGNMENT
         last, end = views[-1][cut:], memoryview(mmap.mmap(-1, ALIGNMENT))
         views[-1:] = [view for view in (views[-1][:cut], end) if len(view)]

@@ -4,7 +4,7 @@
     00/ … ff/                        sub-folders, made when first needed: the first two digits of a key
     ab/ab12…(40 digits)              a blob
     ab/ab12….NUMBER.part             a blob that is being written; removed by the next start
-    lmcache.index                    left by a server that ended well; see `disk_catalogue`
+    lmcache.index, lmcache.log-…     what there is, for the next start; see `disk_catalogue`
 
 Anything else is somebody else's, and is left alone.
 """
@@ -15,16 +15,15 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from lmcache.core.tier import KEY_DIGITS
 from lmcache.errors import ConfigError
-from lmcache.plugins.storage.disk_catalogue import take_catalogue, write_catalogue
+from lmcache.plugins.storage.disk_catalogue import Catalogue, Remembered
 from lmcache.plugins.storage.disk_index import Entry
 
 LOCK = "lmcache.lock"
-CATALOGUE = "lmcache.index"
 _PROBE = "lmcache.probe"
 _BLOB = re.compile(rf"[0-9a-f]{{{KEY_DIGITS}}}")
 _PART = re.compile(rf"[0-9a-f]{{{KEY_DIGITS}}}\.\d+\.part")
@@ -36,6 +35,7 @@ class DiskFolder:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.catalogue = Catalogue(path)
         self._lock_fd = -1
         try:
             os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -80,16 +80,19 @@ class DiskFolder:
         """Where it is while it is written."""
         return f"{self.path}/{key[:2]}/{key}.{number}.part"
 
-    def remember(self, entries: Iterable[Entry]) -> None:
-        """Leave for the next start what there is, the one to evict first coming first."""
-        write_catalogue(f"{self.path}/{CATALOGUE}", entries)
-
     def scan(self, mine: bool) -> list[Entry]:
         """Every blob, the one to evict first coming first. If the folder is `mine`, what others left is removed.
 
-        What the last one has left word of is believed if it is there; other files are looked at.
+        What the last one has left word of is believed; other files are looked at. From then on the catalogue is kept.
         """
-        known = take_catalogue(f"{self.path}/{CATALOGUE}") if mine else {}
+        remembered = self.catalogue.read() if mine else Remembered()
+        entries = self._there(remembered, mine)
+        if mine:
+            self.catalogue.begin(remembered, entries)
+        return entries
+
+    def _there(self, remembered: Remembered, mine: bool) -> list[Entry]:
+        known, unsure = remembered.entries, remembered.unsure
         there: set[str] = set()
         new: list[Entry] = []
         for sub_folder in _SUB_FOLDERS:
@@ -97,9 +100,9 @@ class DiskFolder:
                 names = os.listdir(fd)
                 there.update(names)
                 for name in names:
-                    if name not in known and name[:2] == sub_folder:
+                    if (name not in known or name in unsure) and name[:2] == sub_folder:
                         _look_at(fd, name, mine, new)
-        entries = [entry for entry in known.values() if entry.key in there]
+        entries = [entry for entry in known.values() if entry.key in there and entry.key not in unsure]
         return entries + sorted(new, key=lambda entry: entry.used_at)
 
     def direct_io(self) -> OSError | None:

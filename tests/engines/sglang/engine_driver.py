@@ -77,6 +77,11 @@ class Driver:
             assert time.monotonic() < end, "the engine is never idle"
             time.sleep(0.05)
 
+    def exchange_weights(self, folder: str) -> None:
+        """Load other weights into the running engine, which forgets what it computed with the old ones."""
+        done = self.engine.update_weights_from_disk(folder)
+        assert done[0] if isinstance(done, tuple | list) else done, done
+
     def close(self) -> None:
         self.engine.shutdown()
 
