@@ -98,6 +98,7 @@ class Carrier:
             tune(self._dealer)
             self._dealer.setsockopt(zmq.RECONNECT_IVL, -1)  # a link never heals
             self._dealer.setsockopt(zmq.IPV6, ":" in address.host)
+            self._dealer.setsockopt(zmq.SNDTIMEO, 0)  # a connection that has ended takes nothing: never wait for one
             self._dealer.setsockopt(zmq.SNDHWM, 0)  # what is under way is bounded by what is answered
             unlock_client(self._dealer, keys)
             self._knock = Knock(self._dealer, str(address), keys)
@@ -161,6 +162,8 @@ class Carrier:
         try:
             while not self._closing:
                 self._turn()
+        except zmq.Again:
+            why = LinkLost("the server ended the connection")
         except ConnectionEnded:
             pass  # the link's end was closed
         except LMCacheError as error:

@@ -29,7 +29,9 @@ class Counters:
     requests_refused: int = _counter("requests", "requests answered with an error")
     messages_malformed: int = _counter("messages", "messages that could not be read, on either transport")
     clients_refused: int = _counter("clients", "Unix connections turned away")
-    peers_refused: int = _counter("handshakes", "peers on TCP that had no keys, or the wrong ones")
+    peers_refused: int = _counter(
+        "handshakes", "peers on TCP with the wrong keys, or with none unless they hung up first"
+    )
     bulk_messages_malformed: int = _counter(
         "messages", "messages on the bulk channel that could not be read or broke a rule; each cost its sender the link"
     )

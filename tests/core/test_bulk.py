@@ -277,7 +277,8 @@ def test_who_lacks_the_right_keys_is_refused_on_both_ports_and_told_so(
         RemoteLink.register_at(where, mine, WORKER, PATIENCE_S)
     assert says in str(error.value)
     with Control(server.address, PATIENCE_S, read_client_keys(folders[servers]) if servers else None) as control:
-        wait_until(lambda: control.status()["counters"]["peers_refused"] >= 2)
+        if servers and clients:  # where one side has none, either may hang up first, as who only looks at the port does
+            wait_until(lambda: control.status()["counters"]["peers_refused"] >= 2)
         assert control.status()["gauges"]["clients"] == 0
 
 

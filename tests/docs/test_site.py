@@ -14,6 +14,7 @@ import pytest
 from lmcache import errors
 from lmcache.cli.main import COMMANDS
 from lmcache.core import hookspecs, protocol
+from lmcache.core.adapter import Validation
 from lmcache.core.metrics import GAUGES, Counters
 from lmcache.engines.vllm import adapter, settings, wishes
 from lmcache.geometry.groups import GroupKind
@@ -128,6 +129,19 @@ def test_the_table_of_engines_says_what_their_adapters_say(site):
         assert f"{plain[:1].upper()}{plain[1:].rstrip('.')}." in text, each.engine
         assert each.supported in text, each.engine
         assert each.validation in text, each.engine
+
+
+def test_every_engine_has_a_page_that_the_table_of_engines_leads_to():
+    """And an engine that only a simulator has stood in for is nowhere said to work."""
+    index = (ROOT / "docs" / "engines" / "index.md").read_text()
+    front = (ROOT / "docs" / "index.md").read_text()
+    pages = {"reference": "../how-it-works.md", "vllm": "../reference/vllm.md"}
+    for each in PluginManager().adapters():
+        page = pages.get(each.engine, f"{each.engine}.md")
+        assert f"]({page}" in index, each.engine
+        assert (ROOT / "docs" / "engines" / page).exists(), each.engine
+        if each.validation is not Validation.ENGINE:
+            assert not re.search(rf"^\* - .*engines/{each.engine}\.md.*\n  - works", front, re.MULTILINE), each.engine
 
 
 def test_the_reference_has_every_key_of_the_connector_and_no_other(site):

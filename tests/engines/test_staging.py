@@ -136,8 +136,11 @@ def test_half_a_slab_is_not_locked_before_the_other_half_is_there() -> None:
     seen: list[tuple[int, int]] = []
     locks.lock = lambda address, length: seen.append((address, length))  # type: ignore[method-assign]
     size = 3 * SLAB_BYTES
+    counts = []
     for stop in (1 << 20, SLAB_BYTES - 1, SLAB_BYTES + 5, 2 * SLAB_BYTES + 5, size):
         pins.mapped(1 << 30, stop, size)
+        counts.append(len(seen))
+    assert counts == [0, 0, 1, 2, 3]
     assert seen == [((1 << 30) + number * SLAB_BYTES, SLAB_BYTES) for number in range(3)]
 
 

@@ -144,7 +144,7 @@ class PeerStore(BlobStore):
             return link
         link.close()
         log.warning(
-            "the tier peer://%s can have nothing of %s: a chunk has %d tokens there and a cell %d bytes, here %d and %s",
+            "the tier peer://%s has nothing of %s: a chunk has %d tokens there and a cell %d bytes, here %d and %s",
             *(address, facts.get("model", "?"), link.chunk_size, link.cell_bytes),
             *(identity.chunk_size, identity.facts["cell_bytes"]),
         )
