@@ -71,6 +71,9 @@ class BlobStore:
     which is as large as the largest blob that it has seen.
     """
 
+    in_order = False
+    """Whether a chunk can be stored only once the one before it has been: then one store at a time is begun."""
+
     def __init__(self, tier: StorageTier, codec: Codec | None = None) -> None:
         self.tier = tier
         self.codec = codec

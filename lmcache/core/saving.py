@@ -46,7 +46,8 @@ class WriteThrough:
     def pump(self) -> None:
         """Start what can be started."""
         tier = self._tier
-        while self._waiting and tier.threads.busy < tier.settings.threads and tier.usable():
+        at_once = 1 if tier.blobs.in_order else tier.settings.threads
+        while self._waiting and tier.threads.busy < at_once and tier.usable():
             node, slot = self._waiting.popleft()
             if node.shards[slot] is None:
                 tier.counters.lost += 1

@@ -25,7 +25,7 @@ USAGE = [
         ["frobnicate"],
         (
             "lmcache: there is no command 'frobnicate'; commands are server, ping, status, pin, unpin, wait-idle, "
-            "keys, plugins, tier, demo, geometry, simulate, bench"
+            "keys, plugins, engines, tier, demo, geometry, simulate, bench"
         ),
     ),
     (

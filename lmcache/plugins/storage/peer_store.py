@@ -30,6 +30,8 @@ ASK_AGAIN_SECONDS = 30.0
 class PeerStore(BlobStore):
     """One other server. What goes wrong on the way is a TierError or another OSError; what it lacks is absent."""
 
+    in_order = True
+
     def __init__(self, tier: "PeerTier") -> None:
         super().__init__(tier)
         self._peer = tier
