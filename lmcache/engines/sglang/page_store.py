@@ -21,6 +21,7 @@ from lmcache.engines.copying import CopyPlans, Kernels, MakeCopier, NoKernels, m
 from lmcache.engines.sglang.page_keys import Lineage
 from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.geometry.groups import Geometry, GroupKind
+from lmcache.geometry.layout import object_bytes, object_cells
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ T = TypeVar("T")
 
 MOST_ENDS = 8
 """Lengths that a lookup tells of where not every length can be restored: SGLang's ranks agree on one of them."""
+
+WASTEFUL = 0.5
+"""Pages that fill less of their cells are warned of."""
 
 MOST_PROMOTIONS = 64
 """Lookups that go on at the server after SGLang has stopped waiting for them."""
@@ -220,7 +224,23 @@ class PageStore:
                 f"of {self._page}",
                 remedy="install the same lmcache version on both sides",
             )
+        self._warn_of_waste(link)
         return link
+
+    def _warn_of_waste(self, link: Link) -> None:
+        """Say once that most of the server's memory would stay empty: SGLang's pages are of one token by default."""
+        if "waste" in self._told:
+            return
+        self._told.add("waste")
+        sizes = (self._page, link.cell_bytes)
+        used = sum(object_bytes(group, *sizes) for group in self._geometry.groups)
+        taken = sum(object_cells(group, *sizes) for group in self._geometry.groups) * link.cell_bytes
+        if used < WASTEFUL * taken:
+            log.warning(
+                "lmcache: a page of %d tokens fills %.0f %% of the server's cells of %d KiB; start SGLang with a larger "
+                "--page-size, or the server with a smaller --l1-cell-kb",
+                *(self._page, 100 * used / taken, link.cell_bytes >> 10),
+            )
 
     def _safely(self, work: Callable[[], T], what: str) -> T | None:
         """The result, or None whatever goes wrong: an exception here would end SGLang's scheduler."""

@@ -11,6 +11,7 @@ from lmcache.errors import ConfigError
 
 HOST = "lmcache.mp.host"
 PORT = "lmcache.mp.port"
+KEYS = "lmcache.mp.keys"
 DEADLINE = "lmcache.deadline"
 START_WAIT = "lmcache.start_wait"
 TIER_WAIT = "lmcache.tier_wait"
@@ -24,6 +25,8 @@ class Settings:
     """What the user asked for."""
 
     address: ServerAddress = attrs.field(factory=ServerAddress)
+    keys: str = ""
+    """`client.key` of the server, or its folder; empty for what LMCACHE_KEYS names."""
     deadline: float = 0.5
     """Seconds that a request to the server may take. SGLang's scheduler waits for some of them."""
     start_wait: float = 2.0
@@ -40,7 +43,7 @@ class Settings:
     @property
     def client(self) -> ClientSettings:
         """For the client of the server."""
-        return ClientSettings(deadline=self.deadline)
+        return ClientSettings(deadline=self.deadline, keys=self.keys)
 
 
 def read_settings(extra: Mapping[str, Any], where: str, others: Collection[str] = ()) -> Settings:
@@ -51,6 +54,7 @@ def read_settings(extra: Mapping[str, Any], where: str, others: Collection[str] 
     readers: dict[str, Callable[[Any], Any]] = {
         HOST: _host,
         PORT: _port,
+        KEYS: _text,
         DEADLINE: _seconds,
         START_WAIT: _seconds_or_none,
         TIER_WAIT: _seconds_or_none,
@@ -75,7 +79,8 @@ def read_settings(extra: Mapping[str, Any], where: str, others: Collection[str] 
     address = values.pop(HOST, ServerAddress())
     if PORT in values:
         address = attrs.evolve(address, port=values.pop(PORT))
-    return Settings(address, **{key.removeprefix("lmcache."): value for key, value in values.items()})
+    keys = values.pop(KEYS, "")
+    return Settings(address, keys, **{key.removeprefix("lmcache."): value for key, value in values.items()})
 
 
 class _Unfit(Exception):

@@ -19,6 +19,7 @@ def test_everything_can_be_set() -> None:
         {
             "lmcache.mp.host": "tcp://127.0.0.2",
             "lmcache.mp.port": 6555,
+            "lmcache.mp.keys": "/keys",
             "lmcache.deadline": 2,
             "lmcache.start_wait": 0,
             "lmcache.tier_wait": 0.5,
@@ -30,8 +31,8 @@ def test_everything_can_be_set() -> None:
         "the JSON",
         {"interface_v1"},
     )
-    assert settings == Settings(ServerAddress("127.0.0.2", 6555), 2.0, 0.0, 0.5, "w", "t", staging=True)
-    assert settings.client.deadline == 2.0
+    assert settings == Settings(ServerAddress("127.0.0.2", 6555), "/keys", 2.0, 0.0, 0.5, "w", "t", staging=True)
+    assert (settings.client.deadline, settings.client.keys) == (2.0, "/keys")
 
 
 @pytest.mark.parametrize(
