@@ -237,8 +237,8 @@ class PageStore:
         taken = sum(object_cells(group, *sizes) for group in self._geometry.groups) * link.cell_bytes
         if used < WASTEFUL * taken:
             log.warning(
-                "lmcache: a page of %d tokens fills %.0f %% of the server's cells of %d KiB; start SGLang with a larger "
-                "--page-size, or the server with a smaller --l1-cell-kb",
+                "lmcache: a page of %d tokens fills %.0f %% of the server's cells of %d KiB; start SGLang with a larger"
+                " --page-size, or the server with a smaller --l1-cell-kb",
                 *(self._page, 100 * used / taken, link.cell_bytes >> 10),
             )
 
