@@ -101,10 +101,11 @@ class Knock:
             what = f"the lmcache server at {self._where} knows no client with the keys in {self._source}"
             return ServerUnavailable(what, remedy="use client.key of the folder whose server.key the server uses")
         if self._keys is None:
-            what = f"what listens at {self._where} ended the handshake: an lmcache server that wants keys does, and so"
+            what = f"what listens at {self._where} did not answer as an lmcache server: it ended the handshake"
             return ServerUnavailable(
-                f"{what} does another program",
-                remedy="give the server's client.key with --keys, LMCACHE_KEYS or lmcache.mp.keys",
+                what,
+                remedy="if it wants keys, give its client.key with --keys, LMCACHE_KEYS or lmcache.mp.keys; else it is "
+                "another program (choose another --port)",
             )
         what = f"what listens at {self._where} is no lmcache server with the keys that {self._source} is for"
         return ServerUnavailable(

@@ -253,7 +253,7 @@ def test_the_wrong_file_of_a_folder_is_refused_by_what_it_is(keys: str) -> None:
 @pytest.mark.parametrize(
     ("servers", "clients", "says"),
     [
-        ("keys", "", "that wants keys does"),
+        ("keys", "", "if it wants keys, give its client.key"),
         ("keys", "other_keys", "is no lmcache server with the keys that"),
         ("", "keys", "is no lmcache server with the keys that"),
         ("keys", "stranger", "knows no client with the keys in"),

@@ -143,7 +143,7 @@ def test_an_engine_that_falls_silent_is_given_up_and_comes_back(
 @pytest.mark.parametrize(
     ("servers", "clients", "says"),
     [
-        ("keys", "", "that wants keys does"),
+        ("keys", "", "if it wants keys, give its client.key"),
         ("keys", "others", "is no lmcache server with the keys that"),
         ("", "keys", "is no lmcache server with the keys that"),
     ],

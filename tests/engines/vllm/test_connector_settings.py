@@ -55,7 +55,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_and_all_known_ones() -> None
         read_settings({"lmcache.mp.prot": 6555})
     assert str(refused.value) == (
         "unknown key 'lmcache.mp.prot' in kv_connector_extra_config; did you mean lmcache.mp.port? known keys are "
-        "lmcache.mp.host, lmcache.mp.port, lmcache.deadline, lmcache.start_wait, lmcache.store_decode, "
+        "lmcache.mp.host, lmcache.mp.port, lmcache.mp.keys, lmcache.deadline, lmcache.start_wait, "
+        "lmcache.store_decode, "
         "lmcache.weights_id, lmcache.staging, lmcache.mp.mq_timeout, lmcache.mp.heartbeat_interval"
     )
 
