@@ -103,7 +103,7 @@ class _ElsewhereSglang(SglangProcess):
     """In another environment than the tests."""
 
     def __init__(self, options: dict[str, object], log: Path, python: str) -> None:
-        EngineProcess.__init__(self, options, log, ENVIRONMENT, SGLANG / "engine_driver.py", python)
+        EngineProcess.__init__(self, options, log, ENVIRONMENT, SGLANG / "engine_driver.py", python=python)
 
 
 def answer_each(engine: EngineUnderTest, prompts: Sequence[list[int]]) -> list[Answer]:
