@@ -183,8 +183,12 @@ class ServerProcess:
 class Stand:
     """An engine with a server beside it, at an address of their own."""
 
-    def __init__(self, folder: Path, model: Path, clients: int, flags: tuple[str, ...] = (), **options: Any) -> None:
+    def __init__(
+        self, folder: Path, model: Path, clients: int, flags: tuple[str, ...] = (), deadline: float = 5, **options: Any
+    ) -> None:
+        """`deadline` is patient, so that a busy machine is not taken for a server that has stopped."""
         self._clients = clients
+        self._deadline = deadline
         self.server = ServerProcess(free_port(), folder / "server.log")
         self.engine: EngineProcess | None = None
         self._folder = folder
@@ -195,11 +199,10 @@ class Stand:
         return {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
-            # patient, so that a busy machine is not taken for a server that has stopped
             "kv_connector_extra_config": {
                 "lmcache.mp.port": self.server.port,
                 "lmcache.start_wait": 0,
-                "lmcache.deadline": 5,
+                "lmcache.deadline": self._deadline,
                 **extra,
             },
         }

@@ -57,7 +57,8 @@ def test_another_engine_finds_what_the_first_one_stored(stand: Stand, models: Pa
 def test_two_ranks_hit_with_the_same_answer_and_a_killed_engine_leaves_nothing(
     models: Path, tmp_path: Path, plain: EngineProcess
 ) -> None:
-    stand = Stand(tmp_path, models / "llama", clients=3, tensor_parallel_size=2, **SHARED_ENGINE)
+    # ranks of vLLM wait for each other in loops that take a processor each
+    stand = Stand(tmp_path, models / "llama", clients=3, deadline=30, tensor_parallel_size=2, **SHARED_ENGINE)
     try:
         stand.serve(*CHUNK)
         # forked, because a spawned process imports for half a minute what its parent has imported already
