@@ -127,19 +127,6 @@ def test_salts_and_extra_keys_share_nothing(stand: Stand) -> None:
     assert stand.engine.ask_one(ids)["cached"] == 96
 
 
-def test_weights_that_are_exchanged_in_a_running_engine_take_over_nothing(stand: Stand, sglang_models: Path) -> None:
-    ids, cold = store(stand, 6, 100)
-    stand.engine.call("exchange_weights", folder=str(sglang_models / "other_llama"))
-    other = stand.engine.ask_one(ids)
-    assert other["cached"] == 0
-    assert not same_answer(cold, other)
-
-    stand.engine.call("exchange_weights", folder=str(sglang_models / "llama"))
-    back = stand.engine.ask_one(ids)
-    assert back["cached"] == 0
-    assert same_answer(cold, back)
-
-
 def test_a_restarted_engine_is_served_what_it_stored_before(two_ranks: Stand) -> None:
     two_ranks.ready()
     ids, cold = store(two_ranks, 5, 100)
@@ -150,3 +137,17 @@ def test_a_restarted_engine_is_served_what_it_stored_before(two_ranks: Stand) ->
 
     assert served["cached"] == 96
     assert same_answer(cold, served)
+
+
+def test_weights_that_are_exchanged_in_a_running_engine_take_over_nothing(stand: Stand, sglang_models: Path) -> None:
+    # the last test here: from now on, the engine shares with nobody
+    ids, cold = store(stand, 6, 100)
+    stand.engine.call("exchange_weights", folder=str(sglang_models / "other_llama"))
+    other = stand.engine.ask_one(ids)
+    assert other["cached"] == 0
+    assert not same_answer(cold, other)
+
+    stand.engine.call("exchange_weights", folder=str(sglang_models / "llama"))
+    back = stand.engine.ask_one(ids)
+    assert back["cached"] == 0
+    assert same_answer(cold, back)
