@@ -222,7 +222,8 @@ class Gateway:
             self._serve(peer, request, frames[1], payload)
         except ProtocolError as error:
             self.malformed += 1
-            self._send(identity, [encode(Error(0, ErrorCode.MALFORMED, str(error), "speak the lmcache protocol"))])
+            with contextlib.suppress(ConnectionEnded):
+                self._send(identity, [encode(Error(0, ErrorCode.MALFORMED, str(error), "speak the lmcache protocol"))])
             if peer is not None:
                 self._end(peer, str(error))
         except ConnectionEnded as error:
@@ -328,24 +329,31 @@ class Gateway:
                 raise ConnectionEnded(f"{PEER_BACKLOG} answers unread")
 
     def _deliver(self, peer: _Peer) -> None:
-        while peer.waiting and self._send(peer.identity, peer.waiting[0]):
-            del peer.waiting[0]
+        try:
+            while peer.waiting and self._send(peer.identity, peer.waiting[0]):
+                del peer.waiting[0]
+        except ConnectionEnded as error:
+            self._end(peer, str(error))
 
     def _send(self, identity: bytes, frames: list[bytes]) -> bool:
-        """False: the peer does not read, for now. A peer that has gone has its answers dropped."""
+        """False: the peer does not read, for now. Raises ConnectionEnded for one that has gone.
+
+        The monitor does not tell of all of them: what a client had said before it left is read after that.
+        """
         try:
             self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
         except zmq.Again:
             return False
-        except zmq.ZMQError:  # it has gone: the monitor says so, too
-            return True
+        except zmq.ZMQError as error:
+            raise ConnectionEnded(f"it has gone: {error.strerror}") from error
         return True
 
     def _end(self, peer: _Peer, reason: str) -> None:
         if self._peers.pop(peer.identity, None) is None:
             return
         log.debug("the bulk channel ends its conversation with %s: %s", peer.origin, reason)
-        self._send(peer.identity, [b""])
+        with contextlib.suppress(ConnectionEnded):
+            self._send(peer.identity, [b""])
         if self._by_descriptor.get(peer.descriptor) is peer:
             del self._by_descriptor[peer.descriptor]
         del self._by_stream[peer.stream.socket.fileno()]

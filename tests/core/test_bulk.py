@@ -490,6 +490,18 @@ def test_what_a_client_held_is_freed_when_it_leaves(serve: Serve, remote: Remote
     assert server.counter("chunks_aborted") == 2
 
 
+def test_who_leaves_before_he_is_heard_is_not_taken_for_a_client(serve: Serve) -> None:
+    server = serve(insecure=True)
+    for number in range(150):
+        peer = RawBulk(server)
+        peer.socket.setsockopt(zmq.LINGER, 1000)
+        peer.send(Register(1, PROTOCOL, FACTS, GEOMETRY, Role.WORKER, 0))
+        peer.send(Reserve(2, "", b"", b"".join(prompt(number, 1)), 0, 0))
+        peer.close()
+    wait_until(lambda: server.gauge("clients") == 0)
+    assert held(server) == 0
+
+
 def test_a_link_ends_with_its_server_and_a_new_one_is_made(start_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Link, "register", _out_of_reach)
     process: ServerProcess = start_process(0, "--insecure", "--bulk-port", "0")
