@@ -147,6 +147,11 @@ def tier_subject(url: str, plugins: PluginManager, most_bytes: int) -> Iterator[
             url = _rewritten(parsed, parsed.path, {})
             opened = plugins.open_tier(url)
             stack.callback(opened.blobs.tier.close)
+            if opened.blobs.tier.store_of_chunks() is not None:
+                raise ConfigError(
+                    f"--l2 {opened.settings.location} keeps chunks of engines, no blobs: there is nothing to measure",
+                    remedy="ask it what it holds with lmcache status",
+                )
             plain = PlainTier(opened.blobs.tier)
             yield TierSubject(url, opened.settings, opened.blobs.codec, plain, opened.blobs)
 

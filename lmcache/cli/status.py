@@ -35,7 +35,7 @@ def status(host: str, port: int, keys: str | None, as_json: bool) -> None:
     with console.capture() as shown:
         for line in _summary(report):
             console.print(line, markup=False)
-        for table in (_engines(report), *_held(report), _gauges(report), _counters(report)):
+        for table in (_engines(report), *_tiers(report), *_held(report), _gauges(report), _counters(report)):
             console.print()
             console.print(table)
     for line in shown.get().splitlines():
@@ -74,6 +74,22 @@ def _engines(report: Mapping[str, Any]) -> "Table":
     if not report["clients"]:
         table.add_row("none connected")
     return table
+
+
+def _tiers(report: Mapping[str, Any]) -> "Iterable[Table]":
+    """What stands behind L1, and whether it works."""
+    if not report["tiers"]:
+        return
+    table = _table("tier", "works", "holds", "stored", "loaded", "lost", "errors", "timeouts", "damaged")
+    for each in report["tiers"]:
+        counters = each["counters"]
+        table.add_row(
+            each["tier"],
+            "yes" if each["usable"] else "left alone",
+            "" if each["bytes"] is None else size_text(each["bytes"]),
+            *(str(counters[name]) for name in ("stored", "loaded", "lost", "errors", "timeouts", "damaged")),
+        )
+    yield table
 
 
 def _held(report: Mapping[str, Any]) -> "Iterable[Table]":

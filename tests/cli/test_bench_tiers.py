@@ -79,6 +79,7 @@ def test_a_tier_of_a_third_party_with_a_codec_is_measured_beside_its_own_calls_a
     [
         (("--l2", "nowhere://host"), "'nowhere'"),
         (("--l2", "disk:///there/is/none?size_gb=1"), "--l2 disk:///there/is/none: there is no such folder"),
+        (("--l2", "peer://127.0.0.1:1"), "--l2 peer://127.0.0.1:1 keeps chunks of engines, no blobs"),
         (("--l2", "disk:///tmp?size_gb=1", "--engine", "vllm"), "--engine and --l2 are two benches"),
         (("--plugin", "somebodys.tier"), "--plugin is for tiers, and no --l2 names one"),
     ],

@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,15 @@ def test_what_was_stored_is_hit_after_the_server_was_killed(site: Site) -> None:
     assert (counters["loaded"], counters["stored"], counters["damaged"]) == (20, 0, 0)
     assert site.engine.hit(hashes) == 20  # from L1, now
     assert site.tier()["counters"]["searches"] == 1
+
+
+def test_status_shows_each_tier_and_whether_it_works(site: Site) -> None:
+    site.engine.store(prompt(1, 3))
+    site.settle()
+    command = [sys.executable, "-m", "lmcache", "status", "--port", str(site.server.port)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (row,) = [line.split() for line in shown.splitlines() if line.startswith("disk://")]
+    assert row == [f"disk://{site.folder}", "yes", "24.0", "KiB", "3", "0", "0", "0", "0", "0"]
 
 
 def test_every_group_and_rank_of_a_hybrid_comes_back(folder: Path) -> None:

@@ -73,4 +73,5 @@ def test_what_the_readme_shows_hits(site):
         f"0 of 1000 tokens came from the cache; the answer is {answer}\n"
         f"768 of 1000 tokens came from the cache; the answer is {answer}\n"
     )
+    assert "failed" not in first.stderr + second.stderr  # every chunk is stored once it is whole, at the first attempt
     assert second.stdout == f"768 of 1000 tokens came from the cache; the answer is {answer}\n" * 2

@@ -21,8 +21,8 @@ class TrtllmAdapter(EngineAdapter):
     supported = ">=1.0,<1.5"
     validation = Validation.SIMULATOR
     status: ClassVar[str] = (
-        "simulator-tested, not validated on TensorRT-LLM: four generations of its connector interface, flat pools and "
-        "layer groups, tensor parallel, MLA, sliding windows, prefix reservation, against a model of the contract"
+        "four generations of its connector interface, flat pools and layer groups, tensor parallel, MLA, sliding "
+        "windows, prefix reservation, against a model of the contract; not validated on TensorRT-LLM"
     )
 
 

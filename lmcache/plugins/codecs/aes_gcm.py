@@ -44,7 +44,8 @@ class AesGcm(Codec):
             from cryptography.hazmat.primitives import ciphers
         except ImportError as error:
             raise ConfigError(
-                f"codec={self.name} needs the package cryptography: {error}", remedy="install lmcache[encryption]"
+                f"codec={self.name} needs the package cryptography: {error}",
+                remedy="install this lmcache with its extra `encryption`",
             ) from error
         self._invalid_tag = InvalidTag
         self._ciphers = ciphers

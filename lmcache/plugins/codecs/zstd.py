@@ -28,7 +28,8 @@ class Zstd(Codec):
             import zstandard
         except ImportError as error:
             raise ConfigError(
-                f"codec={self.name} needs the package zstandard: {error}", remedy="install lmcache[zstd]"
+                f"codec={self.name} needs the package zstandard: {error}",
+                remedy="install this lmcache with its extra `zstd`",
             ) from error
         self._zstandard = zstandard
         level = options.get("level", "1")

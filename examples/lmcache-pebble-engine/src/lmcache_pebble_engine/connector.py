@@ -102,7 +102,7 @@ class LMCache:
         first, size = known.offered, known.link.chunk_size
         known.offered = last = request.computed // size
         if last > first:
-            hashes = known.hasher.extend_to(request.tokens[: last * size])[first * HASH_BYTES :]
+            hashes = known.hasher.extend_to(request.tokens)[first * HASH_BYTES : last * HASH_BYTES]
             blocks = request.table[first * size // BLOCK : last * size // BLOCK]
             order = StoreOrder(request.name, tenant_of(request.salt), first, hashes, (blocks,))
             self._storer.store([order], known.link.namespace)
