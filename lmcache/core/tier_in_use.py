@@ -176,7 +176,7 @@ class TierInUse:
                 self.counters.stored += bool(written)
                 self.counters.bytes_written += written
                 self.counters.write_seconds += seconds
-                if not self._more_comes(node, slot):
+                if self.blobs.tier.evicts and not self._more_comes(node, slot):
                     self.touch(node, [slot])
             then()
 

@@ -5,17 +5,16 @@ restart with another memory size would find nothing. Imports neither SGLang nor 
 """
 
 import functools
-import hashlib
-import json
 import logging
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from lmcache.engines.facts import config_digest, digest
 from lmcache.engines.sglang.pools import Pool
 from lmcache.engines.unchanged import process_beginning
 from lmcache.engines.weights import BESIDE_MODEL, Weights, certain_weights
@@ -85,7 +84,7 @@ def namespace_facts(model: Model, pools: Sequence[Pool], layers: str, device: st
         "engine.version": model.version,
         "model": weights_id or model.path,
         "model.weights": weights_identity(model, weights_id),
-        "model.config": _config_digest(model.config),
+        "model.config": config_digest(model.config),
         "model.layers": layers,
         "device": device + (f" {platform.machine()}" if device == "cpu" else ""),
     }
@@ -104,10 +103,10 @@ def weights_identity(model: Model, weights_id: str) -> str:
     """
     if weights_id:
         return f"user {weights_id}"
-    digests = []
+    identities = []
     for path in filter(None, (model.path, model.draft)):
-        digest, why = _files_or_commit(path, model)
-        if not digest:
+        identity, why = _files_or_commit(path, model)
+        if not identity:
             log.warning(
                 "lmcache: nothing identifies the weights of %s (%s), so this engine shares its cache with no other, "
                 "nor with itself after a restart; set lmcache.weights_id to change that",
@@ -115,8 +114,8 @@ def weights_identity(model: Model, weights_id: str) -> str:
                 why,
             )
             return f"run {run_identity()}"
-        digests.append(digest)
-    return "; ".join(digests)
+        identities.append(identity)
+    return "; ".join(identities)
 
 
 def _files_or_commit(path: str, model: Model) -> tuple[str, str]:
@@ -149,28 +148,4 @@ def run_identity() -> str:
     """A name for this run of the engine that all of its ranks come to: they have one parent, which starts once."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    return _digest([boot, str(os.getppid()), began])
-
-
-def _config_digest(config: Mapping[str, Any]) -> str:
-    """Digest of a model's configuration, less what only tells where it was read and by which library."""
-    content = {
-        key: value
-        for key, value in config.items()
-        if key not in ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
-    }
-    return _digest([json.dumps(content, sort_keys=True, default=_plain)])
-
-
-def _plain(value: object) -> str:
-    """What JSON does not know, as text; never an address in memory, which differs from process to process."""
-    text = str(value)
-    return type(value).__qualname__ if " at 0x" in text else text
-
-
-def _digest(parts: Iterable[str]) -> str:
-    state = hashlib.sha256()
-    for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part.encode())
-    return state.hexdigest()[:32]
+    return digest([boot, str(os.getppid()), began])

@@ -4,16 +4,15 @@ Whatever gives the same tokens other bytes must be in here. What only changes ho
 restart with another memory size would find nothing.
 """
 
-import hashlib
-import json
 import logging
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lmcache.engines.copying import PageView
+from lmcache.engines.facts import config_digest, digest
 from lmcache.engines.unchanged import process_beginning
 from lmcache.engines.weights import BESIDE_MODEL, Weights, certain_weights
 
@@ -30,7 +29,7 @@ def namespace_facts(
         "engine.version": engine_version,
         "model": weights_id or str(model.model),
         "model.weights": weights_identity(vllm_config, model, weights_id),
-        "model.config": _config_digest(model.hf_config),
+        "model.config": config_digest(model.hf_config.to_dict()),
         "model.dtype": str(model.dtype),
         "model.quantization": str(model.quantization),
         "model.load_format": str(vllm_config.load_config.load_format),
@@ -41,14 +40,14 @@ def namespace_facts(
         "kv.recurrent": _recurrent_states(cache),
         "kv.indexer_dtype": str(getattr(getattr(vllm_config, "attention_config", None), "indexer_kv_dtype", None)),
         "attention.backends": ", ".join(sorted(set(layers.values()))),
-        "attention.layers": _digest(f"{position} {name}" for position, name in enumerate(layers.values())),
+        "attention.layers": digest(f"{position} {name}" for position, name in enumerate(layers.values())),
         "parallel.tensor": str(vllm_config.parallel_config.tensor_parallel_size),
     }
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     if draft is not None:
         facts["draft.model"] = str(draft.model)
         facts["draft.weights"] = weights_identity(vllm_config, draft, "")
-        facts["draft.config"] = _config_digest(draft.hf_config)
+        facts["draft.config"] = config_digest(draft.hf_config.to_dict())
     lora = _lora_rules(getattr(vllm_config, "lora_config", None), model)
     if lora:
         facts["lora"] = lora
@@ -86,7 +85,7 @@ def page_facts(views: Sequence[PageView], tensors: Sequence[Any]) -> dict[str, s
         for view, tensor in zip(views, tensors, strict=True)
     )
     return {
-        "kv.pages": _digest(shapes),
+        "kv.pages": digest(shapes),
         "kv.kernel_blocks": ", ".join(sorted({str(view.kernel_blocks) for view in views})),
     }
 
@@ -124,27 +123,3 @@ def weights_identity(vllm_config: Any, model: Any, weights_id: str) -> str:
         why,
     )
     return f"engine {vllm_config.kv_transfer_config.engine_id}"
-
-
-def _config_digest(config: Any) -> str:
-    """Digest of a model's configuration, less what only tells where it was read and by which library."""
-    content = {
-        key: value
-        for key, value in config.to_dict().items()
-        if key not in ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
-    }
-    return _digest([json.dumps(content, sort_keys=True, default=_plain)])
-
-
-def _plain(value: object) -> str:
-    """What JSON does not know, as text; never an address in memory, which differs from process to process."""
-    text = str(value)
-    return type(value).__qualname__ if " at 0x" in text else text
-
-
-def _digest(parts: Iterable[str]) -> str:
-    state = hashlib.sha256()
-    for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part.encode())
-    return state.hexdigest()[:32]
