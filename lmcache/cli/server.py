@@ -310,6 +310,7 @@ def _run(running: "Server", plugins: "PluginManager") -> None:
     try:
         running.run()
     finally:
+        signal.set_wakeup_fd(-1)  # the number may soon be another file's
         plugins.server_stopping()
 
 
@@ -326,6 +327,8 @@ def _stop_on_signals(running: "Server") -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    # a signal that comes to another thread, or just before the loop starts to wait, does not end the wait by itself
+    signal.set_wakeup_fd(running.wake_descriptor, warn_on_full_buffer=False)
 
 
 def _ready_line(running: "Server", policy: str) -> str:

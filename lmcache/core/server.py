@@ -236,6 +236,11 @@ class Server:
     def _listens_on(self) -> str:
         return f"{self.address} (bulk channel: port {self.bulk_port})" if self._gateway else self.address
 
+    @property
+    def wake_descriptor(self) -> int:
+        """What makes the loop look around when something is written there; it does not block, and ends with `close`."""
+        return self._wake_sender.fileno()
+
     def stop(self) -> None:
         """Ask the loop to end; safe in a signal handler and from any thread."""
         self._stopping = self._stopping or time.monotonic()
