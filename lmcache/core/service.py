@@ -120,6 +120,8 @@ class Service:
             raise Refused(f"{facts} characters of facts", code=ErrorCode.MALFORMED, remedy=f"at most {MAX_FACTS}")
         namespace = self._namespace(request)
         connection.namespace, connection.role, connection.rank = namespace, request.role, request.rank
+        if request.role is Role.WORKER and not connection.origin:
+            self._backer.near(request.node)
         return Registered(
             request.id,
             self.epoch,
