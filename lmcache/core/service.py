@@ -407,6 +407,7 @@ class Service:
             "chunk_size": self.config.chunk_size,
             "l1_bytes": self.config.arena_bytes,
             "cell_bytes": self.config.cell_bytes,
+            "huge_page_bytes": self.config.huge_page_bytes,
             "gauges": {
                 "cells_total": allocator.cells,
                 "cells_backed": allocator.backed,
