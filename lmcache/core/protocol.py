@@ -196,6 +196,8 @@ class Register(Message, frozen=True, array_like=True, tag=True):
     geometry: Geometry
     role: Role
     rank: int
+    node: int = -1
+    """NUMA node of the worker's device, which the arena is to lie near; -1 where nobody knows."""
 
 
 class Registered(Message, frozen=True, array_like=True, tag=True):

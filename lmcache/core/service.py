@@ -118,6 +118,8 @@ class Service:
             raise Refused(f"{facts} characters of facts", code=ErrorCode.MALFORMED, remedy=f"at most {MAX_FACTS}")
         namespace = self._namespace(request)
         connection.namespace, connection.role, connection.rank = namespace, request.role, request.rank
+        if request.role is Role.WORKER and not connection.origin:
+            self._backer.near(request.node)
         return Registered(
             request.id,
             self.epoch,
@@ -405,6 +407,7 @@ class Service:
             "chunk_size": self.config.chunk_size,
             "l1_bytes": self.config.arena_bytes,
             "cell_bytes": self.config.cell_bytes,
+            "huge_page_bytes": self.config.huge_page_bytes,
             "gauges": {
                 "cells_total": allocator.cells,
                 "cells_backed": allocator.backed,
