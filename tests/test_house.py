@@ -90,22 +90,72 @@ print(json.dumps([engines, sorted({name.partition(".")[0] for name in sys.module
     assert (ENGINES | DEAR | {"click"}).intersection(packages) == set()
 
 
-def test_a_server_without_tiers_or_a_recording_starts_without_what_these_take() -> None:
+STARTS = {
+    "server": ["server", "--port", "0", "--l1-size-gb", "0.1"],
+    "status": ["status", "--port", "1"],  # nobody listens there
+    "the list of commands": ["--help"],
+}
+"""What somebody waits for, by what they typed."""
+
+NOT_FOR_A_START = {
+    # ZeroMQ's helper for monitors brings it along
+    "asyncio",
+    "lmcache.core.adapter",
+    "lmcache.core.blob",
+    "lmcache.core.codec",
+    "lmcache.core.promotion",
+    "lmcache.core.recording",
+    "lmcache.core.tier",
+    "lmcache.core.tiering",
+    "lmcache.engines",
+    "lmcache.plugins.admission",
+    "lmcache.plugins.codecs",
+    "lmcache.plugins.opening",
+    "lmcache.plugins.storage",
+    "lmcache.simulator",
+}
+"""Modules of what was not chosen, and packages, with all that is in them."""
+
+
+def loaded_by(command: list[str]) -> set[str]:
+    """Modules that a new interpreter has when a command is done, or when a server would begin to serve."""
     script = """
 import json, sys
 from lmcache.cli.main import main
-from lmcache.core import server
-def started(self):
-    print(json.dumps(sorted(name for name in sys.modules if name.startswith("lmcache."))))
-server.Server.run = started
-main(["server", "--port", "0", "--l1-size-gb", "0.1"])
+if sys.argv[1] == "server":
+    from lmcache.core import server
+    server.Server.run = lambda self: None
+main(sys.argv[1:])
+print("\\n" + json.dumps(sorted(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
-    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command], stdout=subprocess.PIPE, text=True, check=True, timeout=60
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
 
-    assert "lmcache.core.service" in loaded
-    for name in ("core.tiering", "core.promotion", "core.blob", "core.recording", "plugins.opening"):
-        assert f"lmcache.{name}" not in loaded, name
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_start_loads_nothing_of_what_was_not_chosen(start: str) -> None:
+    loaded = loaded_by(STARTS[start])
+
+    assert f"lmcache.cli.{start}" in loaded or start not in ("server", "status")
+    assert loaded & NOT_FOR_A_START == set()
+    assert {name.partition(".")[0] for name in loaded} & (ENGINES | DEAR) == set()
+
+
+def test_a_server_loads_the_kinds_of_plugins_that_it_was_asked_for(tmp_path: Path) -> None:
+    loaded = loaded_by([*STARTS["server"], "--l2", f"disk://{tmp_path}?size_gb=0.1", "--admission", "second-use"])
+
+    assert {"lmcache.plugins.storage.disk", "lmcache.plugins.admission.second_use"} <= loaded
+    assert "lmcache.engines" not in loaded
+
+
+def test_what_asks_no_plugin_loads_none() -> None:
+    loaded = loaded_by(STARTS["status"])
+
+    assert {name for name in loaded if name.startswith("lmcache.plugins")} == set()
+    assert "pluggy" not in loaded
+    assert "importlib.metadata" not in loaded
 
 
 def test_importing_lmcache_itself_loads_nothing_but_the_version() -> None:
@@ -141,7 +191,7 @@ def test_an_engine_is_named_in_its_own_folder_and_in_one_line_of_a_list(engine: 
         path: [line.strip() for line in path.read_text().splitlines() if re.search(names, line, re.IGNORECASE)]
         for path in KNOW_NO_ENGINE
     }
-    assert naming.pop(REGISTRY) == [f'"{ADAPTERS[engine].__module__}",']
+    assert naming.pop(REGISTRY) == [f'"{ADAPTERS[engine].__module__}": _ENGINES,']
     assert {path: lines for path, lines in naming.items() if lines} == {}
 
 

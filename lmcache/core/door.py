@@ -3,17 +3,20 @@
 And what becomes of handshakes: ZeroMQ keeps silent about those that fail, but to who listens to a socket's monitor.
 """
 
+import struct
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from lmcache.errors import LinkLost, ServerUnavailable
 
 if TYPE_CHECKING:
     from lmcache.core.curve import ClientKeys, ServerKeys
+
+_EVENT = struct.Struct("=Hi")
+"""A monitor's message without the address. PyZMQ's own parser would bring asyncio into every server and command."""
 
 _ADDRESS = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
@@ -52,8 +55,7 @@ class Door:
 def events_of(monitor: "zmq.Socket[bytes]") -> Iterator[tuple[int, int]]:
     """What a monitor has to tell now: event and value (a descriptor, or a code)."""
     while readable(monitor):
-        event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
-        yield int(event["event"]), event["value"]
+        yield _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
 
 
 def readable(sock: "zmq.Socket[bytes]") -> bool:

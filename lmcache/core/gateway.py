@@ -122,6 +122,8 @@ class Gateway:
         self.refused = 0
         """Handshakes that failed: wrong keys, or none. Only ever grows."""
         self.malformed = 0
+        self._failures = self._failures_counted = 0  # conversations that ended by a fault of ours
+        self._takes_in = True  # whether the newest client could be taken in
         self.bytes_in = self.bytes_out = 0
         self._writing = threading.Lock()
         self._closing = False
@@ -170,6 +172,9 @@ class Gateway:
         """Report what has been counted. From the loop's thread."""
         counters.peers_refused = self.refused
         counters.bulk_messages_malformed = self.malformed
+        failures = self._failures
+        counters.internal_errors += failures - self._failures_counted
+        self._failures_counted = failures
         counters.bulk_bytes_in, counters.bulk_bytes_out = self.bytes_in, self.bytes_out
 
     # ------------------------------------------------------------------------------------------------------- the loop
@@ -237,6 +242,9 @@ class Gateway:
         except ConnectionEnded as error:
             if peer is not None:
                 self._end(peer, str(error))
+        except Exception as error:  # whatever it is, it is logged, counted, and costs nobody else anything
+            log.exception("a conversation on the bulk channel failed")
+            self._fail(self._peers.get(identity), error)
 
     @staticmethod
     def _parsed(frames: "list[zmq.Frame]") -> tuple[Message, memoryview | None]:
@@ -250,7 +258,15 @@ class Gateway:
             raise ProtocolError(f"{type(request).__name__} from a client that is not registered")
         if len(self._peers) >= MOST_PEERS:
             raise ProtocolError(f"there are {MOST_PEERS} clients on the bulk channel already")
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:  # descriptors have run out: the client tries again, and others must be served
+            if self._takes_in:
+                log.warning("clients on other hosts cannot be taken in for now: %s", error)
+            self._takes_in = False
+            self._send(identity, [b""])
+            raise ConnectionEnded(str(error)) from error
+        self._takes_in = True
         origin = str(frame.get("Peer-Address"))
         peer = _Peer(identity, Stream(ours), origin, int(frame.get(zmq.SRCFD)))
         self._peers[identity] = peer
@@ -316,6 +332,9 @@ class Gateway:
             self._watch(peer)
         except (ConnectionEnded, LMCacheError) as error:
             self._end(peer, str(error))
+        except Exception as error:  # as above
+            log.exception("a conversation on the bulk channel failed")
+            self._fail(peer, error)
 
     def _relay(self, peer: _Peer) -> None:
         for body in peer.stream.receive():
@@ -355,6 +374,12 @@ class Gateway:
         except zmq.ZMQError as error:
             raise ConnectionEnded(f"it has gone: {error.strerror}") from error
         return True
+
+    def _fail(self, peer: _Peer | None, error: Exception) -> None:
+        """A fault of our own in one conversation."""
+        self._failures += 1
+        if peer is not None:
+            self._end(peer, f"{type(error).__name__}: {error}")
 
     def _end(self, peer: _Peer, reason: str) -> None:
         if self._peers.pop(peer.identity, None) is None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from lmcache.core.policy import EvictionPolicy
-from lmcache.geometry.groups import GroupKind
 
 if TYPE_CHECKING:  # click is imported by `cli` only: a plugin module must stay cheap to import
     import click
@@ -19,6 +18,7 @@ if TYPE_CHECKING:  # click is imported by `cli` only: a plugin module must stay 
     from lmcache.core.admission import AdmissionPolicy, RetentionPolicy
     from lmcache.core.codec import Codec
     from lmcache.core.tier import StorageTier
+    from lmcache.geometry.groups import GroupKind
 
 PROJECT = "lmcache"
 """The entry-point group in which distributions announce plugin modules."""
@@ -86,7 +86,7 @@ def lmcache_register_engine_adapters() -> "list[type[EngineAdapter]]":  # type: 
 
 
 @hookspec(firstresult=True)
-def lmcache_classify_kv_spec(engine: str, spec: object) -> GroupKind | None:
+def lmcache_classify_kv_spec(engine: str, spec: object) -> "GroupKind | None":
     """The kind of one KV spec that `engine` reports, decided by its exact class; None = not mine, ask the next plugin.
 
     Called once per spec in the engine's processes when the engine describes its KV caches; the plugin loaded last is

@@ -67,16 +67,21 @@ class Rights:
 
     def asked(self, request: Message) -> None:
         """A request is on its way to the server. ProtocolError for one that must not get there."""
+        if request.id in self._groups or request.id in self._opening:
+            raise ProtocolError(f"request {request.id} while another of that number is not answered")
         match request:
             case Register():
+                if self._geometry is not None:  # the cells that are granted are of the first one's sizes
+                    raise ProtocolError("a second registration")
                 self._geometry = request.geometry
             case Reserve() | Take():
                 self._groups[request.id] = request.group
             case Open():
                 self._opening[request.id] = request.ticket
             case Commit():
-                lacking = self._lacking.pop(request.reservation, {})
-                if any(written < wanted for written, wanted in lacking.values()):
+                lacking = self._lacking.pop(request.reservation, None)
+                # one that is not known may be granted already: its answer is on its way, and nothing of it is written
+                if lacking is None or any(written < wanted for written, wanted in lacking.values()):
                     raise ProtocolError(f"a commit of reservation {request.reservation}, which is not written")
             case Abort():
                 self._lacking.pop(request.reservation, None)
@@ -84,9 +89,9 @@ class Rights:
                 self._readable.pop(request.ticket, None)
 
     def answered(self, reply: Message) -> None:
-        """An answer is on its way to the client."""
-        group = self._groups.pop(reply.id, 0)
-        ticket = self._opening.pop(reply.id, 0)
+        """An answer is on its way to the client. ProtocolError for one to a request that is not in the book."""
+        group = self._groups.pop(reply.id, None)
+        ticket = self._opening.pop(reply.id, None)
         match reply:
             case Registered() if self._geometry is not None:
                 self.cell_bytes = reply.cell_bytes
@@ -96,13 +101,15 @@ class Rights:
                     _Object(object_cells(each, *sizes[1:]), object_bytes(each, *sizes[1:])) for each in sizes[0]
                 ]
             case Reserved() if reply.reservation:
-                cells = self._sized(reply.cells, group)
+                cells = self._sized(reply.cells, _asked_for(group, reply))
                 self._lacking[reply.reservation] = {cell: (0, length) for cell, length in cells.items()}
             case Taken() if reply.ticket:
-                self._open(reply.ticket, self._sized(reply.cells, group))
+                self._open(reply.ticket, self._sized(reply.cells, _asked_for(group, reply)))
             case Opened():
                 groups = [self._sized(packed, number) for number, packed in enumerate(reply.cells)]
-                self._open(ticket, {cell: length for sized in groups for cell, length in sized.items()})
+                self._open(
+                    _asked_for(ticket, reply), {cell: length for sized in groups for cell, length in sized.items()}
+                )
 
     def _open(self, ticket: int, cells: dict[int, int]) -> None:
         while len(self._readable) >= MOST_OPEN:
@@ -159,6 +166,13 @@ class Rights:
     def object_bytes(self, group: int) -> int:
         """Bytes of one object of a group, as far as they travel."""
         return self._objects[group].bytes
+
+
+def _asked_for(known: int | None, reply: Message) -> int:
+    """What the request named, by the book."""
+    if known is None:
+        raise ProtocolError(f"an answer to request {reply.id}, whose number was used for another one, too")
+    return known
 
 
 def pieces(cells: dict[int, int]) -> list[Piece]:

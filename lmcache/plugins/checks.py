@@ -2,14 +2,16 @@
 
 import inspect
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import pluggy
 
 from lmcache.core import hookspecs
-from lmcache.core.adapter import EngineAdapter
-from lmcache.core.versions import VersionRange
 from lmcache.errors import ConfigError, PluginError
 from lmcache.plugins.sources import Source, suggestion
+
+if TYPE_CHECKING:  # for who asks for adapters
+    from lmcache.core.adapter import EngineAdapter
 
 PREFIX = f"{hookspecs.PROJECT}_"
 """What the names of hooks, and of no other functions of a plugin, begin with."""
@@ -22,24 +24,25 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
 """Every hook and its arguments."""
 
 
-def check_plugin(plugin: object, source: Source, manager: pluggy.PluginManager) -> None:
-    """Refuse what pluggy would pass over in silence, or would refuse without saying what to change."""
-    implemented = 0
+def check_plugin(plugin: object, source: Source, manager: pluggy.PluginManager) -> list[str]:
+    """The hooks of a plugin. Refuses what pluggy would pass over in silence, or without saying what to change."""
+    hooks = []
     for name in dir(plugin):
         options = manager.parse_hookimpl_opts(plugin, name)
         if options is not None:
-            implemented += 1
+            hooks.append(options["specname"] or name)
             arguments = tuple(inspect.signature(getattr(plugin, name)).parameters)
-            _check_hook(source, options["specname"] or name, arguments, options)
+            _check_hook(source, hooks[-1], arguments, options)
         elif name.startswith(PREFIX) and inspect.isroutine(inspect.getattr_static(plugin, name, None)):
             raise PluginError(
                 f"{source} has a function {name} that is not marked as a hook",
                 remedy="decorate it with lmcache.core.hookspecs.hookimpl, or give it a name that begins otherwise",
             )
-    if not implemented:
+    if not hooks:
         raise PluginError(
             f"{source} implements no hook", remedy="name the module that has the functions marked with hookimpl"
         )
+    return hooks
 
 
 def _check_hook(source: Source, hook: str, arguments: tuple[str, ...], options: pluggy.HookimplOpts) -> None:
@@ -60,8 +63,10 @@ def _check_hook(source: Source, hook: str, arguments: tuple[str, ...], options: 
         )
 
 
-def check_adapter(adapter: type[EngineAdapter]) -> None:
+def check_adapter(adapter: "type[EngineAdapter]") -> None:
     """Refuse an adapter that does not say what `lmcache engines` prints of it."""
+    from lmcache.core.versions import VersionRange
+
     where = f"the engine adapter {adapter.__module__}.{adapter.__qualname__}"
     missing = [name for name in ("module", "status") if not getattr(adapter, name, "")]
     if adapter.distributions and not adapter.supported:

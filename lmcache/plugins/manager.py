@@ -5,33 +5,45 @@ what they return is used directly from then on, so that nothing on a hot path go
 """
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 import pluggy
 
 from lmcache.core import hookspecs
-from lmcache.core.adapter import EngineAdapter
-from lmcache.core.admission import AdmissionPolicy, RetentionPolicy
-from lmcache.core.codec import Codec
 from lmcache.core.policy import EvictionPolicy
-from lmcache.core.tier import StorageTier
-from lmcache.core.voices import Speakers
 from lmcache.errors import PluginError
-from lmcache.geometry.groups import GroupKind
-from lmcache.plugins.checks import HOOKS, check_adapter, check_plugin
+from lmcache.plugins.checks import HOOKS, check_plugin
 from lmcache.plugins.offers import Offers
 from lmcache.plugins.sources import BLOCK, Origin, Source, announced, built_in, chosen, suggestion
 
-if TYPE_CHECKING:  # only `cli` imports click, and most servers open no tier
+if TYPE_CHECKING:  # only `cli` imports click, and no process needs a base of everything that is offered
     import click
 
+    from lmcache.core.adapter import EngineAdapter
+    from lmcache.core.admission import AdmissionPolicy, RetentionPolicy
+    from lmcache.core.codec import Codec
+    from lmcache.core.tier import StorageTier
+    from lmcache.core.voices import Speakers
+    from lmcache.geometry.groups import GroupKind
     from lmcache.plugins.opening import OpenedTier
 
 log = logging.getLogger(__name__)
 
+C = TypeVar("C")
 P = TypeVar("P")
+
+_OFFERS: Mapping[str, str] = {
+    "lmcache_register_eviction_policies": "_policies",
+    "lmcache_register_admission_policies": "_admission",
+    "lmcache_register_retention_policies": "_retention",
+    "lmcache_register_storage_tiers": "_tiers",
+    "lmcache_register_codecs": "_codecs",
+    "lmcache_register_engine_adapters": "_adapters",
+}
+"""Hooks that offer something, and the attribute of a manager that holds what has been offered."""
 
 
 @attrs.frozen
@@ -60,7 +72,10 @@ class PluginDescription:
 
 
 class PluginManager:
-    """The plugins of this process. Building one imports them; whatever is wrong with any of them is a PluginError.
+    """The plugins of this process; whatever is wrong with any of them is a PluginError.
+
+    Building one imports those of other people, and of ours those that answer the same hooks. The rest of ours is
+    imported when it is first asked for.
 
     `names` are the values of `--plugin` in order: a dotted module, the path of a .py file, a distribution or one of its
     entry points, or `no:NAME` to leave out a built-in plugin or an entry point.
@@ -70,22 +85,15 @@ class PluginManager:
         self._pluggy = pluggy.PluginManager(hookspecs.PROJECT)
         self._pluggy.add_hookspecs(hookspecs)
         self._sources: dict[str, Source] = {}
+        self._waiting: list[Source] = []
+        """Those that are imported when one of their hooks is asked; they come before all others."""
         for source in _select(names):
-            self._load(source)
-        self._policies = Offers("eviction policy", EvictionPolicy, "name")  # type: ignore[type-abstract]  # never built
-        self._admission = Offers("admission policy", AdmissionPolicy, "name")  # type: ignore[type-abstract]  # never built
-        self._retention = Offers("retention policy", RetentionPolicy, "name")  # type: ignore[type-abstract]  # never built
-        self._tiers = Offers("storage tier", StorageTier, "scheme")  # type: ignore[type-abstract]  # never built
-        self._codecs = Offers("codec", Codec, "name")  # type: ignore[type-abstract]  # never built
-        self._adapters = Offers("engine adapter", EngineAdapter, "engine")
-        self._collect("lmcache_register_eviction_policies", self._policies)
-        self._collect("lmcache_register_admission_policies", self._admission)
-        self._collect("lmcache_register_retention_policies", self._retention)
-        self._collect("lmcache_register_storage_tiers", self._tiers)
-        self._collect("lmcache_register_codecs", self._codecs)
-        self._collect("lmcache_register_engine_adapters", self._adapters)
-        for adapter in self.adapters():
-            check_adapter(adapter)
+            if source.hooks is None:
+                self._load(source)
+            else:
+                self._sources[source.name] = source
+                self._waiting.append(source)
+        self._check_offers()
 
     # ------------------------------------------------------------------------------------------------------ looking up
 
@@ -97,8 +105,10 @@ class PluginManager:
         """An instance of the policy that `find_policy` finds; PluginError, too, if it cannot be made."""
         return _made("eviction", name, self.find_policy(name))
 
-    def make_speakers(self, admission: Sequence[str], retention: Sequence[str]) -> Speakers:
+    def make_speakers(self, admission: Sequence[str], retention: Sequence[str]) -> "Speakers":
         """Instances of the policies that `--admission` and `--retention` name; PluginError if one cannot be had."""
+        from lmcache.core.voices import Speakers
+
         return Speakers(
             tuple(_made("admission", name, self._admission.find(name)) for name in dict.fromkeys(admission)),
             tuple(_made("retention", name, self._retention.find(name)) for name in dict.fromkeys(retention)),
@@ -110,15 +120,15 @@ class PluginManager:
 
         return open_tier(url, self._tiers, self._codecs)
 
-    def find_tier(self, scheme: str) -> type[StorageTier]:
+    def find_tier(self, scheme: str) -> "type[StorageTier]":
         """The tier of a scheme, case ignored; PluginError lists the known ones."""
         return self._tiers.find(scheme)
 
-    def find_adapter(self, engine: str) -> type[EngineAdapter]:
+    def find_adapter(self, engine: str) -> "type[EngineAdapter]":
         """The adapter of an engine, case ignored; PluginError lists the known ones."""
         return self._adapters.find(engine)
 
-    def adapters(self) -> list[type[EngineAdapter]]:
+    def adapters(self) -> "list[type[EngineAdapter]]":
         """The adapters of all engines, in the order in which their plugins were loaded."""
         return [self._adapters.find(name) for name in self._adapters.names()]
 
@@ -126,11 +136,13 @@ class PluginManager:
         """What can be written after `--eviction-policy`, as the plugins spell it."""
         return self._policies.names()
 
-    def classify_kv_spec(self, engine: str, spec: object) -> GroupKind | None:
+    def classify_kv_spec(self, engine: str, spec: object) -> "GroupKind | None":
         """The kind of an engine's KV spec, as said by the plugin loaded last that knows it; None = nobody knows it.
 
         Adapters call it in the engine's worker, once per spec, and refuse to start on None.
         """
+        from lmcache.geometry.groups import GroupKind
+
         for impl in reversed(self._implementations("lmcache_classify_kv_spec")):
             kind = self._call(impl, engine=engine, spec=spec)
             if isinstance(kind, GroupKind):
@@ -143,7 +155,8 @@ class PluginManager:
         return None
 
     def describe(self) -> list[PluginDescription]:
-        """What every loaded plugin brings, in the order of loading."""
+        """What every plugin brings, in the order in which they answer; all are imported for it."""
+        self._load_waiting(HOOKS)
         return [
             PluginDescription(
                 name=source.name,
@@ -185,24 +198,84 @@ class PluginManager:
                 f"{source} cannot be imported: {_cause(error)}",
                 remedy=f"repair or reinstall it, or {source.leave_out()}",
             ) from error
+        hooks = check_plugin(plugin, source, self._pluggy)
+        self._load_waiting(hooks)  # whatever answers the same hooks and comes first
         if self._pluggy.is_registered(plugin):
             return  # reached twice, say by its entry point and by its module
-        if source.name in self._sources:
+        if self._sources.setdefault(source.name, source) is not source:
             raise PluginError(
                 f"{self._sources[source.name]} and {source} have one name",
                 remedy="uninstall the one that you do not want",
             )
-        check_plugin(plugin, source, self._pluggy)
-        self._sources[source.name] = source
         self._pluggy.register(plugin, source.name)
 
-    def _collect(self, hook: str, offers: Offers[Any]) -> None:
+    def _load_waiting(self, hooks: Collection[str]) -> None:
+        """Import those of the waiting plugins that may implement one of `hooks`."""
+        wanted = [source for source in self._waiting if not set(hooks).isdisjoint(source.hooks or ())]
+        self._waiting = [source for source in self._waiting if source not in wanted]
+        for source in wanted:
+            self._load(source)
+
+    # -------------------------------------------------------------------------------------------------------- offering
+
+    def _check_offers(self) -> None:
+        """PluginError for what is wrong with an offer of a plugin that has been imported."""
+        for hook, offers in _OFFERS.items():
+            if getattr(self._pluggy.hook, hook).get_hookimpls():
+                getattr(self, offers)
+
+    @cached_property
+    def _policies(self) -> Offers[EvictionPolicy]:
+        offers = Offers("eviction policy", EvictionPolicy, "name")  # type: ignore[type-abstract]  # never built
+        return self._collect("lmcache_register_eviction_policies", offers)
+
+    @cached_property
+    def _admission(self) -> "Offers[AdmissionPolicy]":
+        from lmcache.core.admission import AdmissionPolicy
+
+        offers = Offers("admission policy", AdmissionPolicy, "name")  # type: ignore[type-abstract]  # never built
+        return self._collect("lmcache_register_admission_policies", offers)
+
+    @cached_property
+    def _retention(self) -> "Offers[RetentionPolicy]":
+        from lmcache.core.admission import RetentionPolicy
+
+        offers = Offers("retention policy", RetentionPolicy, "name")  # type: ignore[type-abstract]  # never built
+        return self._collect("lmcache_register_retention_policies", offers)
+
+    @cached_property
+    def _tiers(self) -> "Offers[StorageTier]":
+        from lmcache.core.tier import StorageTier
+
+        offers = Offers("storage tier", StorageTier, "scheme")  # type: ignore[type-abstract]  # never built
+        return self._collect("lmcache_register_storage_tiers", offers)
+
+    @cached_property
+    def _codecs(self) -> "Offers[Codec]":
+        from lmcache.core.codec import Codec
+
+        offers = Offers("codec", Codec, "name")  # type: ignore[type-abstract]  # never built
+        return self._collect("lmcache_register_codecs", offers)
+
+    @cached_property
+    def _adapters(self) -> "Offers[EngineAdapter]":
+        from lmcache.core.adapter import EngineAdapter
+        from lmcache.plugins.checks import check_adapter
+
+        offers = self._collect("lmcache_register_engine_adapters", Offers("engine adapter", EngineAdapter, "engine"))
+        for name in offers.names():
+            check_adapter(offers.find(name))
+        return offers
+
+    def _collect(self, hook: str, offers: Offers[C]) -> Offers[C]:
         for impl in self._implementations(hook):
             offers.add_all(self._call(impl), self._owner(impl), hook)
+        return offers
 
     # --------------------------------------------------------------------------------------------------------- calling
 
     def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
+        self._load_waiting((hook,))
         implementations: list[pluggy.HookImpl] = getattr(self._pluggy.hook, hook).get_hookimpls()
         return implementations
 

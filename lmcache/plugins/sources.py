@@ -1,6 +1,7 @@
 """Where plugins come from: built in, announced by an installed distribution, or named with `--plugin`.
 
 Finding is not loading: entry points are read from metadata, and a plugin is imported only when `Source.load` is called.
+A built-in one is imported when a hook that it has is asked: a server without tiers imports none.
 """
 
 import enum
@@ -9,7 +10,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -18,31 +19,40 @@ import attrs
 from lmcache.core.hookspecs import PROJECT
 from lmcache.errors import PluginError
 
-BUILT_IN = (
-    "lmcache.plugins.eviction.lru",
-    "lmcache.plugins.eviction.fifo",
-    "lmcache.plugins.eviction.lfu",
-    "lmcache.plugins.eviction.slru",
-    "lmcache.plugins.eviction.arc",
-    "lmcache.plugins.eviction.sieve",
-    "lmcache.plugins.eviction.s3fifo",
-    "lmcache.plugins.eviction.tinylfu",
-    "lmcache.plugins.eviction.gdsf",
-    "lmcache.plugins.eviction.prefix_aware",
-    "lmcache.plugins.admission.second_use",
-    "lmcache.plugins.storage.disk",
-    "lmcache.plugins.storage.redis",
-    "lmcache.plugins.storage.peer",
-    "lmcache.plugins.storage.object_store",
-    "lmcache.plugins.codecs.zstd",
-    "lmcache.plugins.codecs.zstd_bf16",
-    "lmcache.plugins.codecs.aes_gcm",
-    "lmcache.engines.reference.adapter",
-    "lmcache.engines.vllm.adapter",
-    "lmcache.engines.sglang.adapter",
-    "lmcache.engines.trtllm.adapter",
-)
-"""Modules of the built-in plugins, by name, so that `plugins` imports no engine package."""
+_EVICTION = ("lmcache_register_eviction_policies",)
+_ADMISSION = ("lmcache_register_admission_policies",)
+_TIERS = ("lmcache_register_storage_tiers",)
+_CODECS = ("lmcache_register_codecs",)
+_ENGINES = ("lmcache_register_engine_adapters", "lmcache_classify_kv_spec")
+
+BUILT_IN: Mapping[str, tuple[str, ...]] = {
+    "lmcache.plugins.eviction.lru": _EVICTION,
+    "lmcache.plugins.eviction.fifo": _EVICTION,
+    "lmcache.plugins.eviction.lfu": _EVICTION,
+    "lmcache.plugins.eviction.slru": _EVICTION,
+    "lmcache.plugins.eviction.arc": _EVICTION,
+    "lmcache.plugins.eviction.sieve": _EVICTION,
+    "lmcache.plugins.eviction.s3fifo": _EVICTION,
+    "lmcache.plugins.eviction.tinylfu": _EVICTION,
+    "lmcache.plugins.eviction.gdsf": _EVICTION,
+    "lmcache.plugins.eviction.prefix_aware": _EVICTION,
+    "lmcache.plugins.admission.second_use": _ADMISSION,
+    "lmcache.plugins.storage.disk": _TIERS,
+    "lmcache.plugins.storage.redis": _TIERS,
+    "lmcache.plugins.storage.peer": _TIERS,
+    "lmcache.plugins.storage.object_store": _TIERS,
+    "lmcache.plugins.codecs.zstd": _CODECS,
+    "lmcache.plugins.codecs.zstd_bf16": _CODECS,
+    "lmcache.plugins.codecs.aes_gcm": _CODECS,
+    "lmcache.engines.reference.adapter": _ENGINES,
+    "lmcache.engines.vllm.adapter": _ENGINES,
+    "lmcache.engines.sglang.adapter": _ENGINES,
+    "lmcache.engines.trtllm.adapter": _ENGINES,
+}
+"""Modules of the built-in plugins, and the hooks that they may implement.
+
+By name, so that `plugins` imports no engine package; with hooks, so that a process imports only those that it asks.
+"""
 
 BLOCK = "no:"
 """Begins those values of `--plugin` that leave a plugin out."""
@@ -72,6 +82,8 @@ class Source:
     """Name of the distribution that announces it; empty for other origins."""
     version: str = ""
     """Version of that distribution."""
+    hooks: tuple[str, ...] | None = None
+    """Hooks that it may implement: it is imported when one of them is asked. None: nobody knows, and it is at once."""
 
     def __str__(self) -> str:
         if self.distribution:
@@ -87,7 +99,7 @@ class Source:
 
 def built_in() -> list[Source]:
     """The plugins that are part of lmcache."""
-    return [_module(name, Origin.BUILT_IN) for name in BUILT_IN]
+    return [_module(name, Origin.BUILT_IN, hooks) for name, hooks in BUILT_IN.items()]
 
 
 def announced() -> list[Source]:
@@ -135,8 +147,8 @@ def _normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def _module(name: str, origin: Origin) -> Source:
-    return Source(name, origin, lambda: importlib.import_module(name))
+def _module(name: str, origin: Origin, hooks: tuple[str, ...] | None = None) -> Source:
+    return Source(name, origin, lambda: importlib.import_module(name), hooks=hooks)
 
 
 def _is_module(name: str) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from last_seen import last_seen
+
 from lmcache.core.client import ClientSettings, ServerAddress
 from lmcache.core.config import ServerConfig
 from lmcache.core.control import Control
@@ -47,7 +49,7 @@ def wait_until(condition: Callable[[], Any], what: str = "") -> Any:
     """Return the condition's value once it is true."""
     end = time.monotonic() + PATIENCE_S
     while not (value := condition()):
-        assert time.monotonic() < end, f"never came true: {what or condition}"
+        assert time.monotonic() < end, f"never came true: {what and f'{what}: '}{last_seen(condition)}"
         time.sleep(0.01)
     return value
 

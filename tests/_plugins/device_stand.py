@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 import numpy as np
 import torch
+from last_seen import last_seen
 
 from lmcache.core.arena import MappedArena, create_segment
 from lmcache.engines.copy import Bytes, Copier, Pages
@@ -196,7 +197,7 @@ def mapped(size: int, reach: Reach) -> Iterator[MappedArena]:
 def wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < until, "it did not happen within 30 s"
+        assert time.monotonic() < until, f"not within 30 s: {last_seen(condition)}"
         time.sleep(0.01)
 
 

@@ -109,6 +109,31 @@ def test_a_signal_ends_it_with_0_and_nothing_is_left(start_server, number) -> No
         socket.create_connection((address.host, address.port))
 
 
+SIGNALS_ANOTHER_THREAD = """
+import signal, threading, time
+from lmcache.core.hookspecs import hookimpl
+
+def later():
+    time.sleep(0.5)  # by then the loop waits
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+@hookimpl
+def lmcache_server_started(address):
+    threading.Thread(target=later, daemon=True).start()
+"""
+"""Nobody can say to which thread of a process the system gives a signal, nor keep it from coming just before a wait."""
+
+
+def test_a_signal_that_does_not_interrupt_the_loops_wait_ends_it_all_the_same(start_server, tmp_path) -> None:
+    plugin = tmp_path / "signals.py"
+    plugin.write_text(SIGNALS_ANOTHER_THREAD)
+    server = start_server("--plugin", str(plugin))
+
+    out, err = server.process.communicate(timeout=30)
+
+    assert (server.process.returncode, out, err) == (0, "", "")
+
+
 def test_killed_it_leaves_nothing_either_and_its_port_serves_again(start_server) -> None:
     server = start_server()
     with Control(ServerAddress(port=server.port)) as control:

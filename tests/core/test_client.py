@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from core_stand import wait_until
 
 from lmcache.core.client import Client, ClientSettings, Engine, Link, ServerAddress
 from lmcache.core.control import Control
@@ -24,13 +25,6 @@ GEOMETRY = Geometry((KVGroup(GroupKind.FULL, 16, (PAGE,)),))
 """Four blocks of one page each: an object is four cells' worth of one 16 KiB cell."""
 QUICK = ClientSettings(deadline=1.5, retry_min=0.02, retry_max=0.1)
 PATIENCE = 20.0
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < until, "it never came true"
-        time.sleep(0.01)
 
 
 class ServerProcess:
@@ -136,7 +130,7 @@ def test_without_a_server_the_engine_is_told_at_once_and_joins_when_one_comes(se
     with pytest.raises(ServerUnavailable, match=r"there is no link to a server: no lmcache server at 127\.0\.0\.1"):
         client.link()
     server.start()
-    eventually(lambda: linked(client))
+    wait_until(lambda: linked(client))
     assert client.link().chunk_size == CHUNK
 
 
@@ -145,11 +139,11 @@ def test_a_killed_server_is_noticed_without_asking_and_its_successor_has_another
     client = connect()
     first = client.link()
     server.kill()
-    eventually(lambda: not first.alive)
+    wait_until(lambda: not first.alive)
     with pytest.raises(ServerUnavailable):
         client.link()
     server.start()
-    eventually(lambda: linked(client))
+    wait_until(lambda: linked(client))
     assert client.link() is not first
     assert client.link().epoch != first.epoch
     with pytest.raises(LinkLost):
@@ -165,7 +159,7 @@ def test_a_server_restarted_at_once_is_registered_with_again_and_old_tickets_are
     old = worker.link().epoch
     server.kill()
     server.start()
-    eventually(lambda: linked(worker) and linked(scheduler) and worker.link().epoch != old)
+    wait_until(lambda: linked(worker) and linked(scheduler) and worker.link().epoch != old)
     assert scheduler.link().lookup("", hashes_of(1, 3), 3 * CHUNK - 1).wait().tokens == 0
     with pytest.raises(Refused) as refused:
         worker.link().open(found.ticket)
@@ -184,9 +178,9 @@ def test_a_stopped_server_costs_one_deadline_and_then_nothing(server, connect):
     with pytest.raises(ServerUnavailable):  # the circuit is open: nobody waits again
         client.link()
     server.signal(signal.SIGCONT)
-    eventually(lambda: linked(client))
+    wait_until(lambda: linked(client))
     # what the late request reserved ended with its link
-    eventually(lambda: server.gauges()["cells_used"] == 0)
+    wait_until(lambda: server.gauges()["cells_used"] == 0)
     assert server.gauges()["reservations"] == 0
     assert server.gauges()["clients"] == 1
 
@@ -205,10 +199,10 @@ def test_a_lookup_that_is_never_answered_ends_by_itself_and_leaves_no_ticket(ser
         except ServerUnavailable:
             return True
 
-    eventually(given_up)
+    wait_until(given_up)
     server.signal(signal.SIGCONT)
-    eventually(lambda: linked(scheduler))
-    eventually(lambda: server.gauges()["tickets"] == 0 and server.gauges()["pinned_nodes"] == 0)
+    wait_until(lambda: linked(scheduler))
+    wait_until(lambda: server.gauges()["tickets"] == 0 and server.gauges()["pinned_nodes"] == 0)
 
 
 # ----------------------------------------------------------------------------------------------------------- the arena
@@ -238,7 +232,7 @@ def test_a_copy_in_flight_keeps_arena_and_cells_until_it_has_ended(server, conne
         # the mapping is there, and the server has not given the cell to anybody: it sees no end of the connection
         memory[cell * link.cell_bytes : (cell + 1) * link.cell_bytes] = b"\x11" * link.cell_bytes
         assert server.gauges()["cells_reserved"] == 1
-    eventually(lambda: server.gauges()["cells_used"] == 0)
+    wait_until(lambda: server.gauges()["cells_used"] == 0)
     with pytest.raises(LinkLost), link.copying():
         pass
 
@@ -249,7 +243,7 @@ def test_a_view_kept_too_long_does_not_keep_the_connection(server, connect):
     with client.link().copying() as memory:
         kept = memoryview(memory)[:10]
     client.close()
-    eventually(lambda: server.gauges()["clients"] == 0)
+    wait_until(lambda: server.gauges()["clients"] == 0)
     assert bytes(kept) == bytes(10)  # the pages stay until the last view has gone
     kept.release()
 
@@ -283,7 +277,7 @@ def test_answers_find_their_askers_when_many_threads_share_a_link(server, connec
     for thread in threads:
         thread.join()
     assert wrong == []
-    eventually(lambda: server.gauges()["tickets"] == 0)
+    wait_until(lambda: server.gauges()["tickets"] == 0)
 
 
 def test_the_link_breaks_for_all_threads_when_the_server_dies(server, connect):
@@ -312,7 +306,7 @@ def test_killed_clients_leave_nothing_with_the_server(server, connect):
     server.start()
     connect()
     store(connect().link(), hashes_of(9, 2), 3)
-    eventually(lambda: server.gauges()["clients"] == 2)
+    wait_until(lambda: server.gauges()["clients"] == 2)
     before = server.gauges()
     for _ in range(10):
         child = subprocess.Popen(
@@ -324,7 +318,7 @@ def test_killed_clients_leave_nothing_with_the_server(server, connect):
         assert server.gauges()["tickets"] == 1
         child.kill()
         child.communicate()
-        eventually(lambda: server.gauges() == before)
+        wait_until(lambda: server.gauges() == before)
 
 
 DOOMED = """
@@ -354,7 +348,7 @@ def test_an_engine_that_is_refused_hears_why_once_and_may_go_on(server, connect)
     server.start("--chunk-size", "100")
     heard: list[ProtocolError] = []
     client = connect(on_refused=heard.append)
-    eventually(lambda: client.refusal is not None)
+    wait_until(lambda: client.refusal is not None)
     time.sleep(0.5)  # several attempts later
     assert [str(error) for error in heard] == [str(client.refusal)]
     assert str(client.refusal).startswith(
@@ -364,7 +358,7 @@ def test_an_engine_that_is_refused_hears_why_once_and_may_go_on(server, connect)
         client.link()
     server.kill()
     server.start()
-    eventually(lambda: linked(client))
+    wait_until(lambda: linked(client))
     assert client.refusal is None
 
 
@@ -372,7 +366,7 @@ def test_an_engine_whose_chunks_could_never_be_loaded_is_refused(server, connect
     server.start()
     huge = Geometry((KVGroup(GroupKind.FULL, 16, (16 << 20,)),))
     client = connect(geometry=huge)
-    eventually(lambda: client.refusal is not None)
+    wait_until(lambda: client.refusal is not None)
     assert str(client.refusal) == (
         "a chunk of 64 tokens of m takes 4096 cells of 16 KiB over all ranks, and L1 has 4096; give L1 at least "
         "0.125 GB with --l1-size-gb, or smaller cells with --l1-cell-kb"

@@ -58,7 +58,7 @@ def reserve(ours: Shipments, number: int, *cells: int) -> tuple[int, ...]:
 
 def open_ticket(ours: Shipments, ticket: int, *cells: int) -> tuple[int, ...]:
     ours.asked(Open(ticket, ticket, "epoch"))
-    told = ours.answered(Opened(ticket, [pack_cells(cells)], CELLS))
+    told = ours.answered(Opened(ticket, 16 * len(cells), [0], [pack_cells(cells)], CELLS))
     assert isinstance(told, Opened)
     return unpack_cells(told.cells[0])
 

@@ -102,7 +102,7 @@ def server(path, *flags):
         assert ready, "the server did not start"
         yield ServerAddress.parse(ready[1])
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

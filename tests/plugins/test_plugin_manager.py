@@ -45,6 +45,28 @@ def test_engine_adapters_are_found_by_engine_name_without_their_engine(engine, m
     assert PluginManager().find_adapter(engine.upper()).module == module
 
 
+def test_a_built_in_plugin_has_the_hooks_that_the_list_says_for_it_is_asked_for_no_other():
+    hooks = {each.name: set(each.hooks) for each in PluginManager().describe()}
+    assert {name for name in BUILT_IN if not hooks[name] <= set(BUILT_IN[name])} == set()
+    listed = {hook for hooks in BUILT_IN.values() for hook in hooks}
+    assert listed == {hook for each in hooks.values() for hook in each}
+
+
+def test_a_built_in_plugin_is_imported_when_a_hook_of_its_is_asked():
+    script = f"""
+import sys
+from lmcache.plugins.manager import PluginManager
+manager = PluginManager()
+def loaded():
+    return [name for name in {list(BUILT_IN)} if name in sys.modules]
+assert loaded() == [], loaded()
+manager.find_policy("LRU")
+assert loaded() == {[name for name in BUILT_IN if "eviction" in name]}, loaded()
+assert len(manager.describe()) == len(loaded())
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 def test_a_dotted_module_is_a_plugin(shelf):
     shelf.policy("shop.policies.mru", "mru")
     manager = PluginManager(["shop.policies.mru"])
@@ -392,6 +414,21 @@ def test_the_plugin_loaded_last_that_knows_a_spec_classifies_it(shelf):
     assert manager.classify_kv_spec("both", Spec()) is GroupKind.SCRATCH
     assert manager.classify_kv_spec("first", Spec()) is GroupKind.FULL
     assert manager.classify_kv_spec("neither", Spec()) is None
+
+
+def test_ours_comes_before_everybody_elses_whenever_it_is_imported(shelf):
+    shelf.module(
+        "late",
+        """
+            from lmcache.plugins.eviction.lru import LRU
+            class Late(LRU):
+                name = "late"
+            @hookimpl
+            def lmcache_register_eviction_policies():
+                return [Late]
+        """,
+    )
+    assert PluginManager(["late"]).policies()[-1] == "late"
 
 
 def test_a_classification_that_is_no_kind_is_refused(shelf):

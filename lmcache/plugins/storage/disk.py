@@ -73,6 +73,8 @@ class DiskTier(StorageTier):
         self._folder = DiskFolder(location.path)
         self._lock = threading.Lock()
         """Around the index, and whatever makes it and the folder differ: a name given to a file or taken from it."""
+        self._full = threading.Lock()
+        """Held by the one store that evicts because others have filled the file system."""
         self._numbers = itertools.count()
         self._evicted = 0
         self._closed = False
@@ -95,8 +97,7 @@ class DiskTier(StorageTier):
                 self._write(path, key, parts, deadline)
                 self._publish(path, Entry(key, length, time.time()))
             except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+                _unlink(path)
                 raise
 
     def load(self, key: str, into: Sequence[memoryview], deadline: float) -> int:
@@ -217,12 +218,27 @@ class DiskTier(StorageTier):
         try:
             self._write_once(path, parts, deadline)
         except OSError as error:
-            if error.errno not in _NO_ROOM or not self._shrink(blocks_of(sum(map(len, parts)))):
+            if error.errno not in _NO_ROOM:
                 raise
-            log.info("%s: others fill its file system, too; evicted some blobs for %s", self._name, key)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            self._write_once(path, parts, deadline)
+            _unlink(path)
+            self._write_evicting(path, key, parts, deadline)
+
+    def _write_evicting(self, path: str, key: str, parts: Sequence[Buffer], deadline: float) -> None:
+        """Others fill the file system, too: its end comes before the limit."""
+        # one after the other, or what one evicts for its blob is taken by the half of another that fails, too
+        if not self._full.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TierError("the deadline has passed")
+        try:
+            while True:
+                try:
+                    return self._write_once(path, parts, deadline)
+                except OSError as error:
+                    _unlink(path)
+                    if error.errno not in _NO_ROOM or not self._shrink(blocks_of(sum(map(len, parts)))):
+                        raise
+                log.info("%s: others fill its file system, too; evicted some blobs for %s", self._name, key)
+        finally:
+            self._full.release()
 
     def _write_once(self, path: str, parts: Sequence[Buffer], deadline: float) -> None:
         try:
@@ -331,6 +347,11 @@ class DiskTier(StorageTier):
         except OSError as error:
             cause = error if isinstance(error, TierError) else error.strerror or error
             raise TierError(f"{self._name} cannot {what}: {cause}") from error
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 @hookimpl

@@ -9,7 +9,7 @@
 pytest then runs every test of `EvictionPolicySuite` against `MyPolicy`. They check that it keeps its promises, not that
 its order is a good one: write tests of your own for that, with `make_chain`. `StorageTierSuite` and `CodecSuite` do the
 same for tiers and codecs, and `EngineAdapterTests` for an engine's adapter: it drives your engine, as `EngineUnderTest`
-puts it into words, beside a real server.
+puts it into words, beside a real server. Compare blobs in your own tests with `assert_same_bytes`.
 """
 
 import pytest
@@ -20,6 +20,7 @@ pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in ("adapter", "c
 from lmcache.plugins.testing.adapter import EngineAdapterTests  # noqa: E402
 from lmcache.plugins.testing.codec import CodecSuite  # noqa: E402
 from lmcache.plugins.testing.engine import Answer, EngineUnderTest, Weights  # noqa: E402
+from lmcache.plugins.testing.long_bytes import assert_same_bytes  # noqa: E402
 from lmcache.plugins.testing.policy import EvictionPolicySuite, FakeNode, make_chain  # noqa: E402
 from lmcache.plugins.testing.tier import StorageTierSuite  # noqa: E402
 
@@ -32,5 +33,6 @@ __all__ = [
     "FakeNode",
     "StorageTierSuite",
     "Weights",
+    "assert_same_bytes",
     "make_chain",
 ]

@@ -17,6 +17,7 @@ from lmcache.core.blob_format import CODEC_BYTES
 from lmcache.core.codec import Codec
 from lmcache.core.tier import Buffer
 from lmcache.errors import CodecError
+from lmcache.plugins.testing.long_bytes import assert_same_bytes
 
 ABOUT = bytes(range(20))
 """Identifies a blob."""
@@ -69,7 +70,7 @@ class CodecSuite(abc.ABC):
     def test_what_it_wrote_it_reads_back(self, kind: str) -> None:
         payload = PAYLOADS[kind]
         stored = self.make_codec().encode([payload], ABOUT)
-        assert _decoded(self.make_codec(), stored, len(payload)) == payload
+        assert_same_bytes(_decoded(self.make_codec(), stored, len(payload)), payload)
 
     @pytest.mark.parametrize("kind", PAYLOADS)
     def test_it_does_not_make_much_more_of_what_it_cannot_make_smaller(self, kind: str) -> None:
@@ -85,12 +86,12 @@ class CodecSuite(abc.ABC):
         into = [whole[:1], whole[1 : step + 2], whole[step + 2 :]]
         codec = self.make_codec()
         codec.decode(codec.encode(parts, ABOUT), into, ABOUT)
-        assert bytes(whole) == payload
+        assert_same_bytes(whole, payload)
 
     @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
     def test_what_was_stored_may_come_in_any_buffer(self, kind: Callable[[bytes], bytes]) -> None:
         stored = self.make_codec().encode([kind(b"payload" * 99)], ABOUT)
-        assert _decoded(self.make_codec(), kind(stored), 7 * 99) == b"payload" * 99
+        assert_same_bytes(_decoded(self.make_codec(), kind(stored), 7 * 99), b"payload" * 99)
 
     @pytest.mark.parametrize("kind", ["odd", "zeros", "bfloat16"])
     @pytest.mark.parametrize("wrong", [-1000, -1, 1, 1000])
@@ -149,7 +150,7 @@ class CodecSuite(abc.ABC):
         @given(st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=4))
         def check(parts: list[bytes]) -> None:
             payload = b"".join(parts)
-            assert _decoded(codec, codec.encode(parts, ABOUT), len(payload)) == payload
+            assert_same_bytes(_decoded(codec, codec.encode(parts, ABOUT), len(payload)), payload)
 
         check()
 

@@ -136,13 +136,24 @@ class ServerUnderControl:
         """The end of what it, and those before it, wrote."""
         return self._log.read_text(errors="replace")[-4000:]
 
+    def _counts(self) -> str:
+        """All that the server counts, as far as there is any, for a failure to show."""
+        try:
+            report = self.status()
+        except ServerUnavailable as error:
+            return f"nothing ({error})"
+        counts = {**report["gauges"], **report["counters"]}
+        return ", ".join(f"{name} {count}" for name, count in counts.items() if count) or "nothing"
+
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 0.0) -> None:
         """Return when it is true; an error of the test that names `what` where it never is, or not for so long."""
         end = time.monotonic() + (seconds or PATIENCE_S)
         while not condition():
-            assert time.monotonic() < end, f"it never was so that {what}; the server's log ends:\n{self.log()}"
+            assert time.monotonic() < end, (
+                f"it never was so that {what}; the server counts {self._counts()}; its log ends:\n{self.log()}"
+            )
             time.sleep(0.02)
 
     def await_clients(self, number: int) -> None:

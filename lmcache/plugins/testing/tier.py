@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from lmcache.core.tier import KEY_DIGITS, Buffer, StorageTier
+from lmcache.plugins.testing.long_bytes import assert_same_bytes
 
 SIZES = (1, 2, 511, 4095, 4096, 4097, 65_536, 1_000_000, 10 << 20)
 """Lengths of blobs in bytes."""
@@ -85,7 +86,7 @@ class _TierMachine(RuleBasedStateMachine):
 
     @rule(number=number)
     def load(self, number: int) -> None:
-        assert read_blob(self.tier, make_key(number), 9000) == self.blobs.get(make_key(number))
+        assert_same_bytes(read_blob(self.tier, make_key(number), 9000), self.blobs.get(make_key(number)))
 
     @invariant()
     def it_holds_what_was_stored_and_not_deleted(self) -> None:
@@ -128,7 +129,7 @@ class StorageTierSuite(abc.ABC):
     def test_what_was_stored_comes_back(self, tier: StorageTier, length: int) -> None:
         blob = make_blob(length)
         tier.store(make_key("a"), [blob], _soon())
-        assert read_blob(tier, make_key("a")) == blob
+        assert_same_bytes(read_blob(tier, make_key("a")), blob)
 
     @pytest.mark.parametrize("at", [(1,), (4096,), (4095, 4097), (3, 70_000, 70_001, 140_000)])
     def test_a_blob_may_come_and_go_in_pieces(self, tier: StorageTier, at: tuple[int, ...]) -> None:
@@ -136,7 +137,7 @@ class StorageTierSuite(abc.ABC):
         tier.store(make_key("a"), _cut(blob, *at), _soon())
         into = _cut(bytes(200_000), *[each + 17 for each in at])
         assert tier.load(make_key("a"), into, _soon()) == 200_000
-        assert b"".join(into) == blob
+        assert_same_bytes(b"".join(into), blob)
 
     @pytest.mark.parametrize("length", [_PAGE, 64 * _PAGE, 64 * _PAGE + 1, 3 << 20])
     def test_buffers_may_lie_as_the_arena_does(self, tier: StorageTier, length: int) -> None:
@@ -145,7 +146,7 @@ class StorageTierSuite(abc.ABC):
         tier.store(make_key("a"), [head, body], _soon())
         buffers = [into[_PAGE : 2 * _PAGE], into[4 * _PAGE : 4 * _PAGE + length]]
         assert tier.load(make_key("a"), buffers, _soon()) == _PAGE + length
-        assert [bytes(each) for each in buffers] == [bytes(head), bytes(body)]
+        assert_same_bytes(b"".join(buffers), bytes(head) + bytes(body))
         assert not any(into[:_PAGE]), "memory before a buffer was written to"
         assert not any(into[4 * _PAGE + length :]), "memory behind a buffer was written to"
 
@@ -157,21 +158,21 @@ class StorageTierSuite(abc.ABC):
             memoryview(bytearray(b"writable view")),
         ]
         tier.store(make_key("a"), parts, _soon())
-        assert read_blob(tier, make_key("a")) == b"bytesbytearrayviewwritable view"
+        assert_same_bytes(read_blob(tier, make_key("a")), b"bytesbytearrayviewwritable view")
 
     def test_hundreds_of_parts_are_one_blob(self, tier: StorageTier) -> None:
         blob = make_blob(1500 * 100)
         tier.store(make_key("a"), _cut(blob, *range(100, len(blob), 100)), _soon())
         into = _cut(bytes(len(blob)), *range(90, len(blob), 90))
         assert tier.load(make_key("a"), into, _soon()) == len(blob)
-        assert b"".join(into) == blob
+        assert_same_bytes(b"".join(into), blob)
 
     def test_what_becomes_of_the_callers_buffer_afterwards_does_not_matter(self, tier: StorageTier) -> None:
         blob = bytearray(make_blob(100_000))
         kept = bytes(blob)
         tier.store(make_key("a"), [blob], _soon())
         blob[:] = bytes(len(blob))
-        assert read_blob(tier, make_key("a")) == kept
+        assert_same_bytes(read_blob(tier, make_key("a")), kept)
 
     @pytest.mark.parametrize("room", [1, 4096, 5000, 8192, 9_999])
     def test_a_blob_longer_than_the_buffers_is_cut_and_says_how_long_it_is(self, tier: StorageTier, room: int) -> None:
@@ -179,7 +180,7 @@ class StorageTierSuite(abc.ABC):
         tier.store(make_key("a"), [blob], _soon())
         memory = _pages(room + _PAGE)
         assert tier.load(make_key("a"), [memory[:room]], _soon()) == 10_000
-        assert bytes(memory[:room]) == blob[:room]
+        assert_same_bytes(memory[:room], blob[:room])
         assert not any(memory[room:]), "memory behind the buffer was written to"
 
     def test_buffers_longer_than_the_blob_are_filled_to_its_end(self, tier: StorageTier) -> None:
@@ -187,13 +188,13 @@ class StorageTierSuite(abc.ABC):
         tier.store(make_key("a"), [blob], _soon())
         into = _cut(bytes(50_000), 7_000, 20_000)
         assert tier.load(make_key("a"), into, _soon()) == 10_000
-        assert b"".join(into)[:10_000] == blob
+        assert_same_bytes(b"".join(into)[:10_000], blob)
 
     @pytest.mark.parametrize(("first", "second"), [(100_000, 5_000), (5_000, 100_000), (8192, 8192)])
     def test_a_store_replaces_what_was_there(self, tier: StorageTier, first: int, second: int) -> None:
         tier.store(make_key("a"), [make_blob(first, 1)], _soon())
         tier.store(make_key("a"), [make_blob(second, 2)], _soon())
-        assert read_blob(tier, make_key("a")) == make_blob(second, 2)
+        assert_same_bytes(read_blob(tier, make_key("a")), make_blob(second, 2))
         assert list(tier.keys()) == [(make_key("a"), second)]
 
     # --------------------------------------------------------------------------------------- absent, contained, deleted
@@ -238,14 +239,14 @@ class StorageTierSuite(abc.ABC):
         for name in "ab":
             with pytest.raises(OSError):  # noqa: PT011  # a TierError, or what the operating system says
                 tier.store(make_key(name), [make_blob(1 << 20)], time.monotonic() - 1)
-        assert read_blob(tier, make_key("a"), 1 << 21) == b"old"
+        assert_same_bytes(read_blob(tier, make_key("a"), 1 << 21), b"old")
         assert tier.contains([make_key("b")], _soon()) == [False]
 
     def test_a_load_whose_deadline_has_passed_raises_and_a_later_one_is_served(self, tier: StorageTier) -> None:
         tier.store(make_key("a"), [b"blob"], _soon())
         with pytest.raises(OSError):  # noqa: PT011  # as above
             tier.load(make_key("a"), [memoryview(bytearray(4))], time.monotonic() - 1)
-        assert read_blob(tier, make_key("a"), 4) == b"blob"
+        assert_same_bytes(read_blob(tier, make_key("a"), 4), b"blob")
 
     def test_a_bounded_tier_stays_within_its_limit_and_keeps_what_came_last(self) -> None:
         limit = 4 << 20
@@ -257,13 +258,13 @@ class StorageTierSuite(abc.ABC):
             usage = tier.usage()
             assert usage.bytes is None or usage.bytes <= limit
             assert sum(length for _, length in tier.keys()) <= limit
-            assert read_blob(tier, make_key(number)) == make_blob(300_000, number)
+            assert_same_bytes(read_blob(tier, make_key(number)), make_blob(300_000, number))
         assert 1 < len(list(tier.keys())) < 14
         assert tier.usage().evicted > 0
         with pytest.raises(OSError):  # noqa: PT011  # as above
             tier.store(make_key("large"), [make_blob(limit + 1)], _soon())
         tier.store(make_key("small"), [b"small"], _soon())
-        assert read_blob(tier, make_key("small")) == b"small"
+        assert_same_bytes(read_blob(tier, make_key("small")), b"small")
         tier.close()
 
     def test_a_durable_tier_has_its_blobs_again_when_it_is_opened_again(self) -> None:
@@ -277,7 +278,7 @@ class StorageTierSuite(abc.ABC):
         tier.close()
         tier = self.open_tier()
         assert sorted(tier.keys()) == sorted((make_key(length), length) for length in (1, 1 << 20))
-        assert read_blob(tier, make_key(1 << 20)) == make_blob(1 << 20)
+        assert_same_bytes(read_blob(tier, make_key(1 << 20)), make_blob(1 << 20))
         assert (tier.usage().blobs, tier.usage().bytes) == (before.blobs, before.bytes)
         tier.close()
 
@@ -304,7 +305,7 @@ class StorageTierSuite(abc.ABC):
             for turn in range(_ROUNDS):
                 tier.store(own, [make_blob(5_000, (thread, turn))], _soon())
                 tier.store(shared, [make_blob(5_000, "shared")], _soon())
-                assert read_blob(tier, own, 5_000) == make_blob(5_000, (thread, turn))
+                assert_same_bytes(read_blob(tier, own, 5_000), make_blob(5_000, (thread, turn)))
                 assert read_blob(tier, shared, 5_000) in (None, make_blob(5_000, "shared"))
                 tier.delete([shared], _soon())
                 assert tier.contains([own], _soon()) == [True]
