@@ -1,6 +1,7 @@
 """What a server listens on: a ZeroMQ router on TCP and a Unix stream socket. Opened before anything is served."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -45,10 +46,10 @@ def bind_tcp(sock: "zmq.Socket[bytes]", host: str, port: int, option: str) -> in
     try:
         sock.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
     except zmq.ZMQError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {zmq.strerror(error.errno or 0)}",
-            remedy=f"stop what uses the port, or choose another with {option}",
-        ) from error
+        remedy = f"stop what uses the port, or choose another with {option}"
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # ENODEV is what ZeroMQ says of a name nobody knows
+            remedy = "give an address of this host with --host"
+        raise ConfigError(f"cannot listen on {host}:{port}: {zmq.strerror(error.errno or 0)}", remedy=remedy) from error
     return int(sock.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
 
