@@ -5,7 +5,7 @@ import ipaddress
 from collections.abc import Iterator
 
 from lmcache.cli.options import address_text
-from lmcache.core.control import Control, ServerAddress
+from lmcache.core.control import Control, ServerAddress, check_host
 from lmcache.core.protocol import Welcome
 from lmcache.errors import ServerUnavailable
 
@@ -18,6 +18,7 @@ def conversation(
 
     `keys` is the user's `--keys`; `option` is what the command calls the server's address.
     """
+    check_host(host)
     with Control(ServerAddress(host, port), keys=keys) as control:
         try:
             welcome = control.hello()

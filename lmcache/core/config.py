@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import attrs
 
 from lmcache.core.accounts import EVERYBODY_ELSE, Limits
+from lmcache.core.control import check_host
 from lmcache.core.memory import total_memory
 from lmcache.errors import ConfigError, MemoryLimitError
 from lmcache.geometry.groups import MAX_TOKENS
@@ -94,6 +95,7 @@ class ServerConfig:
         self._check_limits()
 
     def _check_network(self) -> None:
+        check_host(self.host)
         if not is_loopback(self.host) and not (self.keys or self.insecure):
             raise ConfigError(
                 f"--host {self.host} is not a loopback address: whoever reaches it could read and write the cache",
