@@ -24,7 +24,7 @@ def conversation(
             welcome = control.hello()
         except ServerUnavailable as error:
             if _is_loopback(host):
-                remedy = error.remedy.replace("--host and --port", option)
+                remedy = error.remedy.replace("the address of one", f"{option} of one")
                 raise ServerUnavailable(str(error).removesuffix(f"; {error.remedy}"), remedy=remedy) from error
             if error.__cause__ is None:
                 raise  # something is there, and did not let us in

@@ -208,7 +208,7 @@ class Control:
         except OSError as error:
             raise ServerUnavailable(
                 f"no lmcache server at {self.address}: {error.strerror or error}",
-                remedy=f"start one with `lmcache server --port {self.address.port}`, or give --host and --port of one",
+                remedy=f"start one with `lmcache server --port {self.address.port}`, or give the address of one",
             ) from error
 
     def _read(self, frame: bytes) -> Message:
