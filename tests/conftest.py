@@ -14,7 +14,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["leaks"]
+pytest_plugins = ["leaks", "long_values"]
 
 ENGINE_TIMEOUT_S = 900
 """A real engine takes 30 to 90 s to start on two cores, and its first test waits for it."""

@@ -87,6 +87,12 @@ if TYPE_CHECKING:
     help="Size of the cells that L1 is cut into, in KB of 2^10 bytes.",
 )
 @click.option(
+    "--hugepages",
+    is_flag=True,
+    help="Make L1 of huge pages that the administrator has set aside (sysctl vm.nr_hugepages); refused where there are "
+    "too few.",
+)
+@click.option(
     "--eviction-policy",
     default="prefix-aware",
     show_default=True,
@@ -197,6 +203,7 @@ def server(
     chunk_size: int | None,
     l1_bytes: int,
     cell_kib: int,
+    hugepages: bool,
     eviction_policy: str,
     quotas: tuple[str, ...],
     guarantees: tuple[str, ...],
@@ -225,6 +232,7 @@ def server(
         chunk_size=chunk_size,
         l1_bytes=l1_bytes,
         cell_bytes=cell_kib * KIB,
+        huge_page_bytes=_huge_page_bytes() if hugepages else 0,
         max_workers=max_workers,
         socket_dir=socket_dir,
         quotas=tenant_sizes("--quota", quotas, l1_bytes),
@@ -235,6 +243,12 @@ def server(
     _start_logging(log_level)
     chosen = Chosen(plugin_names, eviction_policy, admission, retention, tiers)
     _serve(config, chosen, record, record_mb << 20)
+
+
+def _huge_page_bytes() -> int:
+    from lmcache.core.huge_pages import huge_page_pool
+
+    return huge_page_pool().page_bytes
 
 
 def _check_recording(record: str | None, record_mb: int) -> None:
@@ -320,7 +334,8 @@ def _stop_on_signals(running: "Server") -> None:
 def _ready_line(running: "Server", policy: str) -> str:
     config = running.config
     address = address_text(config.host, running.port)
+    pages = f" of huge pages of {size_text(config.huge_page_bytes)}" if config.huge_page_bytes else ""
     return (
-        f"lmcache server ready on {address}: L1 {size_text(config.arena_bytes)} in {config.cells} cells, "
+        f"lmcache server ready on {address}: L1 {size_text(config.arena_bytes)}{pages} in {config.cells} cells, "
         f"policy {policy}, chunk size {chunk_size_text(config.chunk_size)}, epoch {running.epoch}"
     )

@@ -51,11 +51,16 @@ def _summary(report: Mapping[str, Any]) -> Iterable[str]:
     )
     yield (
         f"L1: {size_text(gauges['cells_used'] * cell_bytes)} of {size_text(report['l1_bytes'])} used, "
-        f"{size_text(gauges['cells_backed'] * cell_bytes)} taken from the host; "
+        f"{size_text(gauges['cells_backed'] * cell_bytes)} taken from the host{_huge_pages(report)}; "
         f"policy {report['eviction_policy']}, chunk size {chunk_size_text(report['chunk_size'])}"
     )
     asked, hit = counters["tokens_asked"], counters["tokens_hit"]
     yield f"hits: {hit} of {asked} tokens asked for" + (f" ({hit / asked:.1%})" if asked else "")
+
+
+def _huge_pages(report: Mapping[str, Any]) -> str:
+    size = report["huge_page_bytes"]
+    return f" in huge pages of {size_text(size)}" if size else ""
 
 
 def _engines(report: Mapping[str, Any]) -> "Table":

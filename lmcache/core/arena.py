@@ -15,21 +15,29 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from lmcache.core.memory import available_memory
+from lmcache.core.numa import Placement
 
 SLAB_BYTES = 64 << 20
 """Backed at a time: large enough to amortise the call, small enough that a start waits 0.1 s for its first."""
 
 _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW: a peer's ftruncate would be everybody's SIGBUS
 _F_ADD_SEALS = 1033
+_MAP_NORESERVE = 0x4000
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def create_segment(size: int) -> int:
-    """A sealed memory file of `size` bytes, none of them backed yet. The caller closes the descriptor."""
-    descriptor = os.memfd_create("lmcache-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def create_segment(size: int, huge_page_bytes: int = 0) -> int:
+    """A sealed memory file of `size` bytes, none of them backed yet. The caller closes the descriptor.
+
+    With `huge_page_bytes` it is made of the host's huge pages of that size, of which `size` is a multiple.
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if huge_page_bytes:
+        flags |= os.MFD_HUGETLB | (huge_page_bytes.bit_length() - 1) << os.MFD_HUGE_SHIFT
+    descriptor = os.memfd_create("lmcache-l1", flags)
     try:
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
@@ -42,15 +50,28 @@ def create_segment(size: int) -> int:
 class Mapping:
     """One process's view of the segment. `memory` may be written only where the server has backed it."""
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, descriptor: int, size: int, *, reserve: bool = False) -> None:
+        """With `reserve`, huge pages for all of it are set aside now, if there are as many; `reserved` tells.
+
+        Else, and in other processes, pages are taken from the pool as they are backed. Ordinary memory is never
+        reserved.
+        """
         self.size = size
-        self._map: mmap.mmap | None = mmap.mmap(descriptor, size)
+        self.reserved = False
+        """Whether backing the segment cannot fail for want of huge pages."""
+        self._map: mmap.mmap | None = None
+        if reserve:
+            with contextlib.suppress(OSError):
+                self._map = mmap.mmap(descriptor, size)
+                self.reserved = True
+        if self._map is None:
+            self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED | _MAP_NORESERVE)
         anchor = ctypes.c_char.from_buffer(self._map)
         self._address = ctypes.addressof(anchor)
         del anchor  # it would keep the mapping from being closed
         # a child of an engine must neither write here nor keep the pages alive
         _libc.madvise(ctypes.c_void_p(self._address), ctypes.c_size_t(size), _MADV_DONTFORK)
-        # only advice: most hosts do not offer huge pages for shared memory, and nothing depends on them
+        # only advice, for ordinary memory: most hosts offer it no huge pages, and nothing depends on them
         _libc.madvise(ctypes.c_void_p(self._address), ctypes.c_size_t(size), _MADV_HUGEPAGE)
 
     @property
@@ -187,8 +208,24 @@ class Backer:
     `on_progress` is called in a thread whenever more is backed or backing has stopped; the owner then calls `collect`.
     """
 
-    def __init__(self, mapping: Mapping, workers: int, on_progress: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        mapping: Mapping,
+        workers: int,
+        on_progress: Callable[[], None],
+        *,
+        available: Callable[[], int] | None = None,
+        slab_bytes: int | None = None,
+        placement: Placement | None = None,
+    ) -> None:
+        """`available` says how many bytes may be taken now: by default what the host and the container have.
+
+        `placement` says on which NUMA node: by default wherever the kernel puts it.
+        """
+        self._placement = placement
         self._mapping = mapping
+        self._available = available or _available
+        self._slab_bytes = slab_bytes or SLAB_BYTES
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="lmcache-io")
         self._workers = workers
         self._on_progress = on_progress
@@ -215,14 +252,21 @@ class Backer:
         """
         wanted = min(bytes_wanted, self._mapping.size)
         with self._lock:
-            while self._requested < wanted and self._requested - self.backed < self._workers * SLAB_BYTES:
-                stop = min(self._requested + SLAB_BYTES, self._mapping.size)
+            while self._requested < wanted and self._requested - self.backed < self._workers * self._slab_bytes:
+                stop = min(self._requested + self._slab_bytes, self._mapping.size)
                 # what is on its way has not been taken yet, so it is counted as well
-                if _available() < stop - self.backed:
+                if self._available() < stop - self.backed:
                     break
+                if self._placement is not None:
+                    self._placement.place(self._mapping.address + self._requested, stop - self._requested)
                 self._pool.submit(self._back, self._requested, stop)
                 self._requested = stop
             return self.working
+
+    def near(self, node: int) -> None:
+        """A worker's device is on this NUMA node."""
+        if self._placement is not None:
+            self._placement.near(node)
 
     def _back(self, start: int, stop: int) -> None:
         try:

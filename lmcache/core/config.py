@@ -8,6 +8,7 @@ import attrs
 
 from lmcache.core.accounts import EVERYBODY_ELSE, Limits
 from lmcache.core.control import check_host
+from lmcache.core.huge_pages import huge_page_pool
 from lmcache.core.memory import total_memory
 from lmcache.errors import ConfigError, MemoryLimitError
 from lmcache.geometry.groups import MAX_TOKENS
@@ -46,6 +47,8 @@ class ServerConfig:
     """Size of the arena, rounded down to whole cells."""
     cell_bytes: int = 1 << 20
     """Size of a cell."""
+    huge_page_bytes: int = 0
+    """Size of the huge pages that the arena is to be made of; 0 for ordinary memory."""
     max_workers: int = 2
     """I/O threads at most, made as they are needed: they put memory behind the arena."""
     socket_dir: str | None = None
@@ -87,12 +90,26 @@ class ServerConfig:
                 f"{mmap.PAGESIZE // KIB} KiB",
                 remedy="use 1024 unless every object is much smaller",
             )
+        self._check_huge_pages()
         if self.l1_bytes < self.cell_bytes:
             raise ConfigError(
                 f"--l1-size-gb {self.l1_bytes / GIB:g} holds no cell of {self.cell_bytes // KIB} KiB",
                 remedy="give more memory, or smaller cells with --l1-cell-kb",
             )
         self._check_limits()
+
+    def _check_huge_pages(self) -> None:
+        if self._unit % self.cell_bytes or (self.huge_page_bytes and self._unit % self.huge_page_bytes):
+            raise ConfigError(
+                f"--l1-cell-kb {self.cell_bytes // KIB} neither divides a huge page of {self.huge_page_bytes // KIB} "
+                "KiB nor is a multiple of it",
+                remedy="use 1024, or another power of two; or leave out --hugepages",
+            )
+        if self.cell_bytes <= self.l1_bytes < self._unit:
+            raise ConfigError(
+                f"--l1-size-gb {self.l1_bytes / GIB:g} holds no huge page of {self.huge_page_bytes // KIB} KiB",
+                remedy="give more memory, or leave out --hugepages",
+            )
 
     def _check_network(self) -> None:
         check_host(self.host)
@@ -159,15 +176,23 @@ class ServerConfig:
     @property
     def cells(self) -> int:
         """Cells that the arena grows to."""
-        return self.l1_bytes // self.cell_bytes
+        return self.l1_bytes // self._unit * (self._unit // self.cell_bytes)
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the arena: whole cells."""
+        """Bytes of the arena: whole cells, and whole huge pages if it is to be made of them."""
         return self.cells * self.cell_bytes
+
+    @property
+    def _unit(self) -> int:
+        """Bytes that the arena is a multiple of."""
+        return max(self.cell_bytes, self.huge_page_bytes)
 
     def check_memory(self) -> None:
         """Raise MemoryLimitError when this host or container could never hold the arena."""
+        if self.huge_page_bytes:
+            huge_page_pool().check(self.arena_bytes)
+            return
         total = total_memory()
         if self.l1_bytes > total.bytes:
             raise MemoryLimitError(

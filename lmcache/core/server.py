@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING, Any, cast
 import zmq
 
 from lmcache import __version__
-from lmcache.core.arena import Backer, Mapping, create_segment
+from lmcache.core.arena import SLAB_BYTES, Backer, Mapping, create_segment
 from lmcache.core.cache import Cache
 from lmcache.core.collector import collector_off
 from lmcache.core.config import ServerConfig
 from lmcache.core.connection import Connection, ConnectionEnded
 from lmcache.core.control import ServerAddress
+from lmcache.core.huge_pages import available_bytes, shortage
 from lmcache.core.l1_only import L1Only
 from lmcache.core.listeners import bind_router, listen
+from lmcache.core.numa import Placement, nodes_with_memory
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import (
     PROTOCOL,
@@ -136,11 +138,11 @@ class Server:
         opened.enter_context(self._wake_sender)
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
-        self._segment = create_segment(config.arena_bytes)
+        self._segment = create_segment(config.arena_bytes, config.huge_page_bytes)
         opened.callback(os.close, self._segment)
-        mapping = Mapping(self._segment, config.arena_bytes)
+        mapping = Mapping(self._segment, config.arena_bytes, reserve=bool(config.huge_page_bytes))
         opened.callback(mapping.close)
-        backer = Backer(mapping, config.max_workers, self.wake)
+        backer = self._backer(mapping)
         opened.callback(backer.close)
         # ids of one boot never meet those of another, should a client mix them up in spite of the epoch
         self.service = Service(
@@ -159,6 +161,17 @@ class Server:
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._woken)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._router.fileno(), selectors.EVENT_READ, _nothing)
+
+    def _backer(self, mapping: Mapping) -> Backer:
+        config = self.config
+        placement = Placement(nodes_with_memory())
+        if not config.huge_page_bytes:
+            return Backer(mapping, config.max_workers, self.wake, placement=placement)
+        if not mapping.reserved:
+            log.warning("%s", shortage(config.arena_bytes))
+        available = (lambda: mapping.size) if mapping.reserved else available_bytes
+        slab = max(SLAB_BYTES, config.huge_page_bytes)
+        return Backer(mapping, config.max_workers, self.wake, available=available, slab_bytes=slab, placement=placement)
 
     def _open_gateway(self, opened: contextlib.ExitStack, keys: "ServerKeys | None", mapping: Mapping) -> "Gateway":
         from lmcache.core.gateway import Gateway  # only where there may be engines on other hosts
