@@ -17,7 +17,9 @@ import zmq
 
 from lmcache import __version__
 from lmcache.core.door import Knock
+from lmcache.core.keys import HASH_BYTES
 from lmcache.core.protocol import (
+    MAX_CHUNKS,
     PROTOCOL,
     Done,
     Error,
@@ -128,6 +130,12 @@ class Control:
 
     def pin(self, namespace: bytes, hashes: bytes, seconds: float) -> Pinned:
         """Keep the stored part of a prompt for so long. Raises Refused when pins would hold too much."""
+        if len(hashes) > MAX_CHUNKS * HASH_BYTES:  # the server would end the connection, and not say why
+            raise Refused(
+                f"a prompt of {len(hashes) // HASH_BYTES} chunks; {MAX_CHUNKS} can be pinned at once",
+                code=ErrorCode.MALFORMED,
+                remedy="pin a shorter prefix of it",
+            )
         return self._call(Pin(next(self._ids), namespace, hashes, seconds), Pinned)
 
     def unpin(self, pin: int) -> None:

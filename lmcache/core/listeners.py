@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from lmcache.core.keys import HASH_BYTES
+from lmcache.core.protocol import MAX_CHUNKS
 from lmcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache.core.curve import ServerKeys
 
-MAX_TCP_MESSAGE = 1 << 12
-"""Bytes: nothing long is said on TCP."""
+MAX_TCP_MESSAGE = MAX_CHUNKS * HASH_BYTES + (1 << 12)
+"""Bytes: nothing longer is said on TCP than the hashes of a prompt that is to be pinned."""
 
-TCP_BACKLOG = 64
+TCP_BACKLOG = 16
 """Messages kept for one TCP peer, in either direction."""
 
 

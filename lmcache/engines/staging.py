@@ -20,7 +20,7 @@ from lmcache.core.arena import ArenaAttendant
 from lmcache.engines.copy import Bytes
 from lmcache.engines.copying import PageView
 from lmcache.engines.crossing import Crossing
-from lmcache.engines.cuda import CopyMany, CudaLocks, check_device, copy_many
+from lmcache.engines.cuda import CopyMany, CudaLocks, check_device, copy_many, device_node
 from lmcache.engines.moving import WIDE, Gatherer, KernelMover, PieceMover, Straight, TorchGatherer, on_device
 from lmcache.engines.pinning import Everywhere, Pins, Reach
 from lmcache.errors import ConfigError
@@ -69,6 +69,11 @@ class Device:
         self.device = device
         self._module: Any = torch.get_device_module(device)
         self._beside: Any = None
+
+    @functools.cached_property
+    def memory_node(self) -> int:
+        """NUMA node of the host's memory that is near the device; -1 where nobody knows."""
+        return device_node(self.device)
 
     def settle(self) -> None:
         """Return when every kernel that was submitted has ended: pages hold what the step computed."""

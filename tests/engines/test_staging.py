@@ -7,6 +7,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +23,7 @@ from device_scenarios import DeviceScenarios
 from device_stand import STORAGES, WAYS, MemoryLocks, Site, mapped, wait_for
 
 from lmcache.core.arena import SLAB_BYTES
-from lmcache.engines import staging
+from lmcache.engines import cuda, staging
 from lmcache.engines.crossing import Crossing
 from lmcache.engines.cuda import MEMCPY_BATCH, BatchedCopies, check_device, copy_many
 from lmcache.engines.pinning import Everywhere, Pins
@@ -232,5 +234,27 @@ def test_the_way_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-def test_a_cpu_has_no_batched_copies() -> None:
+def test_a_cpu_has_no_batched_copies_and_no_node_of_its_own() -> None:
     assert copy_many(torch.device("cpu")) is None
+    assert staging.Device(torch.device("cpu")).memory_node == -1
+
+
+@pytest.mark.parametrize(
+    ("slot", "text", "node"),
+    [
+        ("0000:c1:00.0", "1\n", 1),
+        ("0000:c1:00.0", "-1\n", -1),  # a host of one node, or a firmware that does not tell
+        ("0000:c2:00.0", "1\n", -1),  # another card's
+    ],
+)
+def test_the_node_of_a_device_is_what_the_kernel_says_of_its_slot(
+    slot: str, text: str, node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(cuda, "PCI_DEVICES", tmp_path)
+    (tmp_path / slot).mkdir()
+    (tmp_path / slot / "numa_node").write_text(text)
+    assert cuda.device_node(torch.device("cuda", 0)) == node
+    del card.pci_domain_id  # as with older versions of torch
+    assert cuda.device_node(torch.device("cuda", 0)) == -1
