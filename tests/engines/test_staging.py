@@ -33,6 +33,8 @@ from lmcache.errors import ConfigError
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = {Way.KERNEL, Way.REACH}
 
+CHOICE = f"{Path(__file__).with_name('test_way_choice.py')}::test_what_really_works_here_is_measured_and_copies"
+
 LESS = ("-k", "not partly and not out")
 """The interpreter is slow, and what lies between is the same whoever gathers."""
 
@@ -54,7 +56,7 @@ class TestOnTheCPU(DeviceScenarios):
 @pytest.mark.timeout(600)
 def test_the_kernel_passes_the_same_scenarios_in_tritons_interpreter() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestOnTheCPU", *LESS],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestOnTheCPU", CHOICE, *LESS],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -219,8 +221,10 @@ def test_the_way_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError) as refused:
         chosen_way()
     assert str(refused.value) == (
-        "LMCACHE_DEVICE_COPY is 'fast'; known are gather, kernel, reach, batch; or leave it unset"
+        "LMCACHE_DEVICE_COPY is 'fast'; known are gather, kernel, reach, batch, measure; or leave it unset"
     )
+    monkeypatch.setenv("LMCACHE_DEVICE_COPY", "measure")
+    assert chosen_way() is None
 
 
 def test_a_cpu_has_no_batched_copies_and_no_node_of_its_own() -> None:
