@@ -94,15 +94,19 @@ def _is_number(text: str) -> bool:
     return True
 
 
+server_keys = click.option(
+    "--keys",
+    metavar="PATH",
+    help="Keys that the server wants: client.key of `lmcache keys new`, or its folder. Without the flag, what the "
+    "variable LMCACHE_KEYS names.",
+)
+"""For every command that talks to a server."""
+
+
 def server_address(function: F) -> F:
     """`--host`, `--port` and `--keys` of a server to talk to."""
     for option in (
-        click.option(
-            "--keys",
-            metavar="PATH",
-            help="Keys that the server wants: client.key of `lmcache keys new`, or its folder. Without the flag, what "
-            "the variable LMCACHE_KEYS names.",
-        ),
+        server_keys,
         click.option(
             "--port",
             type=WholeNumber("use 1 to 65535", 1, 65535),
