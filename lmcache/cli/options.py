@@ -57,6 +57,17 @@ class WholeNumber(click.ParamType):  # type: ignore[type-arg]  # generic only in
         return number
 
 
+class NumberRange(click.FloatRange):
+    """A range of numbers. `nan` is in none, though click's own ranges take it: it compares to nothing."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """`value` as a number."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not in the range {self._describe_range()}", param, ctx)
+        return number
+
+
 def gigabytes(text: str) -> int:
     """Bytes of a positive number of GB, written `0.5` or `100`; anything else fails with what to write instead."""
     try:

@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from lmcache.cli.options import (
+    NumberRange,
     WholeNumber,
     address_text,
     chunk_size_text,
@@ -152,7 +153,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--l2-deadline-s",
-    type=click.FloatRange(0.01, 3600),
+    type=NumberRange(0.01, 3600),
     default=10.0,
     show_default=True,
     metavar="SECONDS",
@@ -160,7 +161,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--l2-min-speedup",
-    type=click.FloatRange(0, 1000),
+    type=NumberRange(0, 1000),
     default=1.0,
     show_default=True,
     metavar="FACTOR",

@@ -195,6 +195,14 @@ USAGE = [
         ["wait-idle", "--timeout", "-1"],
         "lmcache: --timeout: -1.0 is not in the range x>=0; see `lmcache wait-idle --help`",
     ),
+    (
+        ["wait-idle", "--timeout", "nan"],
+        "lmcache: --timeout: nan is not in the range x>=0; see `lmcache wait-idle --help`",
+    ),
+    (
+        ["server", "--l2-deadline-s", "nan"],
+        "lmcache: --l2-deadline-s: nan is not in the range 0.01<=x<=3600; see `lmcache server --help`",
+    ),
 ]
 
 
