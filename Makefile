@@ -32,7 +32,7 @@ INSTALL := tools/pip-install $(VENV)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo demo-vllm bench bench-gpu test test-sglang test-gpu check check-format check-lint check-types check-imports docs clean
+.PHONY: help demo demo-vllm bench bench-gpu engines test test-sglang test-gpu check check-format check-lint check-types check-imports docs clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -47,8 +47,8 @@ demo-vllm: $(VENV)/.vllm
 	@if [ -s $(VENV)/no-vllm ]; then cat $(VENV)/no-vllm; exit 1; fi
 	$(BIN)/lmcache demo --engine vllm
 
-# both run, so that one failure does not hide another
-test: $(VENV)/.dev $(VENV)/.vllm $(VENV)/.sglang $(VENV)/.redis $(VENV)/.iproute2
+# both run, so that one failure does not hide another; one after the other, for many tests have deadlines
+test: $(VENV)/.dev $(VENV)/.redis $(VENV)/.iproute2 engines
 	@cat $(VENV)/no-vllm $(VENV)/no-redis $(VENV)/no-iproute2
 	$(BIN)/python -m pytest $(PYTEST_ARGS); status=$$?; \
 	    $(if $(strip $(PYTEST_ARGS)),true,$(MAKE) test-sglang) || status=1; exit $$status
@@ -113,6 +113,11 @@ $(VENV)/.vllm: tools/install-vllm tools/pip-install | $(VENV)/.light
 $(VENV)/.sglang: tools/install-sglang tools/sglang-requirements.txt tools/pip-install | $(VENV)/.light
 	@TORCH_INDEX='$(TORCH_INDEX)' tools/install-sglang $(VENV)
 	@touch $@
+
+# Both, side by side: each is minutes, in an environment of its own.
+engines: $(VENV)/.dev
+	@$(MAKE) --silent $(VENV)/.sglang & sglang=$$!; \
+	    $(MAKE) --silent $(VENV)/.vllm; vllm=$$?; wait $$sglang && exit $$vllm
 
 # Torch in its CUDA build, in an environment of its own: minutes, and several GB.
 $(VENV)/.gpu: pyproject.toml tools/pip-install | $(VENV)/.light

@@ -5,7 +5,7 @@ import ipaddress
 from collections.abc import Iterator
 
 from lmcache.cli.options import address_text
-from lmcache.core.control import Control, ServerAddress
+from lmcache.core.control import Control, ServerAddress, check_host
 from lmcache.core.protocol import Welcome
 from lmcache.errors import ServerUnavailable
 
@@ -18,12 +18,13 @@ def conversation(
 
     `keys` is the user's `--keys`; `option` is what the command calls the server's address.
     """
+    check_host(host)
     with Control(ServerAddress(host, port), keys=keys) as control:
         try:
             welcome = control.hello()
         except ServerUnavailable as error:
             if _is_loopback(host):
-                remedy = error.remedy.replace("--host and --port", option)
+                remedy = error.remedy.replace("the address of one", f"{option} of one")
                 raise ServerUnavailable(str(error).removesuffix(f"; {error.remedy}"), remedy=remedy) from error
             if error.__cause__ is None:
                 raise  # something is there, and did not let us in

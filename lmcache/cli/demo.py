@@ -35,7 +35,9 @@ def demo(engine: str, as_json: bool) -> None:
     """Start a server, ask an engine the same prompt twice, and compare.
 
     The engine drops its own cache in between, so that the second answer is made from what the server holds. Exit code 1
-    if it differs from the first in anything, or if less was served than should have been.
+    if it differs from the first in anything, or if less was served than should have been. A server that runs already is
+    left alone: it may hold these prompts, or lack the room for them, and nothing would be shown. Ask that one with
+    `lmcache status` while its own engines are asked.
     """
     rows = []
     with _progress(quiet=as_json) as tell:

@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 import click
 
-from lmcache.cli.options import WholeNumber, as_json
+from lmcache.cli.options import WholeNumber, as_json, server_keys
 
 DEFAULT_CELL = 1 << 20
 """Bytes of a server's cells unless it is told otherwise."""
@@ -16,6 +16,7 @@ _TOKENS = WholeNumber("give a number of tokens, like 256")
 @click.command(short_help="Explain a model's KV groups, chunk sizes and what they store.")
 @click.argument("model", required=False)
 @click.option("--server", "server", metavar="HOST:PORT", help="Ask a running server about its engines instead.")
+@server_keys
 @click.option(
     "--tensor-parallel-size",
     type=WholeNumber("give a number of ranks, like 8"),
@@ -42,6 +43,7 @@ _TOKENS = WholeNumber("give a number of tokens, like 256")
 def geometry(
     model: str | None,
     server: str | None,
+    keys: str | None,
     tensor_parallel_size: int,
     kv_dtype: str,
     block_size: int | None,
@@ -63,6 +65,8 @@ def geometry(
     if server is not None:
         _refuse("tensor_parallel_size", "kv_dtype", "block_size", "via")
     if model is not None:
+        if keys is not None:
+            raise click.UsageError("--keys is for a server that wants them; leave it out, for a model needs none")
         from lmcache.engines.models.running import Running
 
         with _progress() if via != "table" else nullcontext():
@@ -70,7 +74,7 @@ def geometry(
                 explain_model(model, Running(tensor_parallel_size, kv_dtype, block_size or 0), via, DEFAULT_CELL)
             ]
     else:
-        subjects = explain_server(server or "")
+        subjects = explain_server(server or "", keys)
     if as_json:
         import json
 

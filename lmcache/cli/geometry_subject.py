@@ -135,14 +135,14 @@ def _why_skipped(layer: "CacheLayer") -> str:
 # ------------------------------------------------------------------------------------------------------------- running
 
 
-def explain_server(address: str) -> list[Subject]:
+def explain_server(address: str, keys: str | None = None) -> list[Subject]:
     """Explain what is registered at a running server. Raises what asking it raises, and ConfigError for nothing."""
     from lmcache.cli.conversation import conversation
     from lmcache.cli.geometry_served import Served, served_geometries
     from lmcache.core.control import ServerAddress
 
     where = ServerAddress.parse(address)
-    with conversation(where.host, where.port, option="--server") as (control, _):
+    with conversation(where.host, where.port, keys, option="--server") as (control, _):
         report = control.status()
 
     def subject(served: Served) -> Subject:

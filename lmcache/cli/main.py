@@ -35,6 +35,12 @@ COMMANDS: Mapping[str, str] = {
 """Our own commands and their short help, here so that `lmcache --help` imports none of them."""
 
 
+_NO_COMMAND_NAMED: tuple[type[click.UsageError], ...] = (
+    (click.exceptions.NoArgsIsHelpError,) if hasattr(click.exceptions, "NoArgsIsHelpError") else ()
+)
+"""Shows the help of a group of commands as it is laid out. Before 8.2 click prints it and ends by itself."""
+
+
 class CommandLine(click.Group):
     """A group that loads our commands one by one, and plugins only when a command is not ours or all are listed."""
 
@@ -111,9 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with cli.make_context("lmcache", arguments.copy()) as ctx:
             cli.invoke(ctx)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
     except click.exceptions.Exit as end:
         return end.exit_code
+    except _NO_COMMAND_NAMED as error:
+        error.show()
+        return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return 128 + signal.SIGINT
     except BrokenPipeError:

@@ -57,6 +57,17 @@ class WholeNumber(click.ParamType):  # type: ignore[type-arg]  # generic only in
         return number
 
 
+class NumberRange(click.FloatRange):
+    """A range of numbers. `nan` is in none, though click's own ranges take it: it compares to nothing."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """`value` as a number."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not in the range {self._describe_range()}", param, ctx)
+        return number
+
+
 def gigabytes(text: str) -> int:
     """Bytes of a positive number of GB, written `0.5` or `100`; anything else fails with what to write instead."""
     try:
@@ -94,15 +105,19 @@ def _is_number(text: str) -> bool:
     return True
 
 
+server_keys = click.option(
+    "--keys",
+    metavar="PATH",
+    help="Keys that the server wants: client.key of `lmcache keys new`, or its folder. Without the flag, what the "
+    "variable LMCACHE_KEYS names.",
+)
+"""For every command that talks to a server."""
+
+
 def server_address(function: F) -> F:
     """`--host`, `--port` and `--keys` of a server to talk to."""
     for option in (
-        click.option(
-            "--keys",
-            metavar="PATH",
-            help="Keys that the server wants: client.key of `lmcache keys new`, or its folder. Without the flag, what "
-            "the variable LMCACHE_KEYS names.",
-        ),
+        server_keys,
         click.option(
             "--port",
             type=WholeNumber("use 1 to 65535", 1, 65535),

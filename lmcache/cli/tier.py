@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -85,20 +85,21 @@ def repair(url: str, plugin_names: tuple[str, ...], as_json: bool) -> None:
 
 
 class _Namespaces:
-    """Blobs counted by namespace, chunk size and codec."""
+    """Blobs counted by namespace, chunk size, size of cells and codec."""
 
     def __init__(self, reports: Iterable["BlobReport"]) -> None:
         self.conditions: Counter[str] = Counter()
-        groups: dict[tuple[str, int, str], dict[str, Any]] = {}
+        groups: dict[tuple[str, int, int, str], dict[str, Any]] = {}
         for report in reports:
             self.conditions[report.condition] += 1
             if report.header is None:
                 continue
             header = report.header
-            name = (header.namespace.hex(), header.chunk_size, header.codec)
+            facts = header.facts_in_clear()
+            name = (_namespace(header.namespace, facts), header.chunk_size, _cell_bytes(facts), header.codec)
             if name not in groups:
-                groups[name] = dict(zip(("namespace", "chunk_size", "codec"), name, strict=True), blobs=0, bytes=0)
-                groups[name]["facts"] = header.facts_in_clear()
+                columns = ("namespace", "chunk_size", "cell_bytes", "codec")
+                groups[name] = {**dict(zip(columns, name, strict=True)), "blobs": 0, "bytes": 0, "facts": facts}
             groups[name]["blobs"] += 1
             groups[name]["bytes"] += report.length
         self.rows = sorted(groups.values(), key=lambda row: (-row["bytes"], row["namespace"], row["codec"]))
@@ -106,6 +107,20 @@ class _Namespaces:
     def others(self) -> dict[str, int]:
         """How many blobs are in no namespace."""
         return {name: self.conditions[name] for name in ("damaged", "foreign", "unreadable")}
+
+
+def _namespace(digest: bytes, facts: Mapping[str, str]) -> str:
+    """The digest that a server's status shows: without the size of cells, which tells blobs apart and no engines."""
+    from lmcache.core.keys import namespace_digest
+
+    engine = {name: value for name, value in facts.items() if name != "cell_bytes"}
+    return (digest if engine == facts else namespace_digest(engine)).hex()
+
+
+def _cell_bytes(facts: Mapping[str, str]) -> int:
+    """Size of the cells that the blobs' server had; 0 if they do not say."""
+    size = facts.get("cell_bytes", "")
+    return int(size) if size.isdecimal() else 0
 
 
 class _Verified:
@@ -195,11 +210,12 @@ def _print_table(rows: Iterable[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for column in ("namespace", "model", "chunk size", "codec", "blobs", "size"):
+    for column in ("namespace", "model", "chunk size", "cells", "codec", "blobs", "size"):
         table.add_column(column, overflow="fold")
     for row in rows:
         model = row["facts"].get("model", "")
-        counts = (str(row["chunk_size"]), row["codec"] or "none", str(row["blobs"]), size_text(row["bytes"]))
+        cells = size_text(row["cell_bytes"]) if row["cell_bytes"] else ""
+        counts = (str(row["chunk_size"]), cells, row["codec"] or "none", str(row["blobs"]), size_text(row["bytes"]))
         table.add_row(row["namespace"], model, *counts)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
     with console.capture() as shown:

@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import click
 
-from lmcache.cli.options import address_text, server_address
+from lmcache.cli.options import NumberRange, address_text, server_address
 
 
 @click.command(short_help="Wait until no store is in flight on a server.")
 @server_address
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0),
+    type=NumberRange(min=0),
     default=60.0,
     show_default=True,
     metavar="SECONDS",

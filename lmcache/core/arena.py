@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from lmcache.core.memory import available_memory
+from lmcache.core.numa import Placement
 
 SLAB_BYTES = 64 << 20
 """Backed at a time: large enough to amortise the call, small enough that a start waits 0.1 s for its first."""
@@ -215,8 +216,13 @@ class Backer:
         *,
         available: Callable[[], int] | None = None,
         slab_bytes: int | None = None,
+        placement: Placement | None = None,
     ) -> None:
-        """`available` says how many bytes may be taken now: by default what the host and the container have."""
+        """`available` says how many bytes may be taken now: by default what the host and the container have.
+
+        `placement` says on which NUMA node: by default wherever the kernel puts it.
+        """
+        self._placement = placement
         self._mapping = mapping
         self._available = available or _available
         self._slab_bytes = slab_bytes or SLAB_BYTES
@@ -251,9 +257,16 @@ class Backer:
                 # what is on its way has not been taken yet, so it is counted as well
                 if self._available() < stop - self.backed:
                     break
+                if self._placement is not None:
+                    self._placement.place(self._mapping.address + self._requested, stop - self._requested)
                 self._pool.submit(self._back, self._requested, stop)
                 self._requested = stop
             return self.working
+
+    def near(self, node: int) -> None:
+        """A worker's device is on this NUMA node."""
+        if self._placement is not None:
+            self._placement.near(node)
 
     def _back(self, start: int, stop: int) -> None:
         try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import attrs
 
 from lmcache.core.accounts import EVERYBODY_ELSE, Limits
+from lmcache.core.control import check_host
 from lmcache.core.huge_pages import huge_page_pool
 from lmcache.core.memory import total_memory
 from lmcache.errors import ConfigError, MemoryLimitError
@@ -111,6 +112,7 @@ class ServerConfig:
             )
 
     def _check_network(self) -> None:
+        check_host(self.host)
         if not is_loopback(self.host) and not (self.keys or self.insecure):
             raise ConfigError(
                 f"--host {self.host} is not a loopback address: whoever reaches it could read and write the cache",

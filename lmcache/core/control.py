@@ -4,8 +4,10 @@ Needs no arena and no Unix socket.
 """
 
 import contextlib
+import ipaddress
 import itertools
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -17,7 +19,9 @@ import zmq
 
 from lmcache import __version__
 from lmcache.core.door import Knock
+from lmcache.core.keys import HASH_BYTES
 from lmcache.core.protocol import (
+    MAX_CHUNKS,
     PROTOCOL,
     Done,
     Error,
@@ -56,6 +60,25 @@ def client_keys(path: str) -> "ClientKeys | None":
     from lmcache.core.curve import read_client_keys
 
     return read_client_keys(path)
+
+
+def check_host(host: str, option: str = "--host") -> None:
+    """Raise ConfigError, in words for the user of `option`, for what is more than the name or address of a host."""
+    if not host.strip() or any(mark in host for mark in "/[] ") or (":" in host and not _is_ipv6(host)):
+        found = re.fullmatch(r"(?:\w+://)?(?:\[([^]]*)\]|([^:/[\] ]*))(?::(\d+))?/?", host.strip())
+        bare = (found[1] or found[2]) if found else ""
+        port = f" --port {found[3]}" if found and found[3] else ""
+        raise ConfigError(
+            f"{option} {host!r} is not just the name or address of a host",
+            remedy=f"write {option} {bare}{port}" if bare else f"write something like {option} 127.0.0.1",
+        )
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return bool(ipaddress.IPv6Address(host))
+    except ValueError:
+        return False
 
 
 @attrs.frozen
@@ -128,6 +151,12 @@ class Control:
 
     def pin(self, namespace: bytes, hashes: bytes, seconds: float) -> Pinned:
         """Keep the stored part of a prompt for so long. Raises Refused when pins would hold too much."""
+        if len(hashes) > MAX_CHUNKS * HASH_BYTES:  # the server would end the connection, and not say why
+            raise Refused(
+                f"a prompt of {len(hashes) // HASH_BYTES} chunks; {MAX_CHUNKS} can be pinned at once",
+                code=ErrorCode.MALFORMED,
+                remedy="pin a shorter prefix of it",
+            )
         return self._call(Pin(next(self._ids), namespace, hashes, seconds), Pinned)
 
     def unpin(self, pin: int) -> None:
@@ -187,7 +216,7 @@ class Control:
         except OSError as error:
             raise ServerUnavailable(
                 f"no lmcache server at {self.address}: {error.strerror or error}",
-                remedy=f"start one with `lmcache server --port {self.address.port}`, or give --host and --port of one",
+                remedy=f"start one with `lmcache server --port {self.address.port}`, or give the address of one",
             ) from error
 
     def _read(self, frame: bytes) -> Message:

@@ -3,7 +3,6 @@
 And what becomes of handshakes: ZeroMQ keeps silent about those that fail, but to who listens to a socket's monitor.
 """
 
-import contextlib
 import struct
 import time
 from collections.abc import Iterator
@@ -41,13 +40,12 @@ class Door:
 
     def answer(self) -> None:
         """Answer all who have knocked."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                _, request, *rest = self.socket.recv_multipart(zmq.NOBLOCK)
-                # of the rest: domain, address, identity, mechanism, and with CURVE the client's public key
-                known = len(rest) == 5 and rest[3] == b"CURVE" and rest[4] in self._clients
-                status, text, user = (b"200", b"OK", b"client") if known else (b"400", b"no such key", b"")
-                self.socket.send_multipart([_VERSION, request, status, text, user, b""])
+        while readable(self.socket):
+            _, request, *rest = self.socket.recv_multipart(zmq.NOBLOCK)
+            # of the rest: domain, address, identity, mechanism, and with CURVE the client's public key
+            known = len(rest) == 5 and rest[3] == b"CURVE" and rest[4] in self._clients
+            status, text, user = (b"200", b"OK", b"client") if known else (b"400", b"no such key", b"")
+            self.socket.send_multipart([_VERSION, request, status, text, user, b""])
 
     def close(self) -> None:
         """Close the socket: from now on nobody is let in."""
@@ -56,9 +54,13 @@ class Door:
 
 def events_of(monitor: "zmq.Socket[bytes]") -> Iterator[tuple[int, int]]:
     """What a monitor has to tell now: event and value (a descriptor, or a code)."""
-    with contextlib.suppress(zmq.Again):
-        while True:
-            yield _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+    while readable(monitor):
+        yield _EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+
+
+def readable(sock: "zmq.Socket[bytes]") -> bool:
+    """Whether a message is there: twenty times as fast as to be told by an exception that none is."""
+    return bool(int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 class Knock:

@@ -9,6 +9,7 @@ as for any client that dies.
 import contextlib
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable
 
@@ -18,8 +19,9 @@ import zmq
 
 from lmcache.core.connection import ConnectionEnded, Stream
 from lmcache.core.curve import ServerKeys, lock_server
-from lmcache.core.door import REFUSED, Door, events_of
+from lmcache.core.door import REFUSED, Door, events_of, readable
 from lmcache.core.listeners import bind_tcp
+from lmcache.core.malloc import keep_freed_memory
 from lmcache.core.metrics import Counters
 from lmcache.core.protocol import (
     PIECE_BYTES,
@@ -61,6 +63,9 @@ SILENT_SECONDS = 5.0
 """A peer from which nothing comes for so long, though it is asked every second, is gone."""
 
 HANDSHAKE_SECONDS = 5.0
+
+SWITCH_SECONDS = 0.0005
+"""How long the gateway's thread keeps the interpreter to itself, at most, while the loop waits for it."""
 
 
 def tune(sock: "zmq.Socket[bytes]") -> None:
@@ -107,6 +112,8 @@ class Gateway:
 
         `watched` is the socket of the control port, whose refusals are counted, too. Raises ConfigError.
         """
+        keep_freed_memory()
+        self._switch_seconds = sys.getswitchinterval()
         self._arena = arena
         self._admit = admit
         self._peers: dict[bytes, _Peer] = {}
@@ -148,6 +155,7 @@ class Gateway:
                 if sock is not None:
                     self._poller.register(sock, zmq.POLLIN)
             self._opened = opened.pop_all()
+        sys.setswitchinterval(min(SWITCH_SECONDS, self._switch_seconds))
         self._thread = threading.Thread(target=self._run, name="lmcache-bulk", daemon=True)
         self._thread.start()
 
@@ -157,6 +165,7 @@ class Gateway:
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
         self._thread.join()
+        sys.setswitchinterval(self._switch_seconds)
         self._opened.close()
 
     def count_into(self, counters: Counters) -> None:
@@ -185,10 +194,9 @@ class Gateway:
             self._door.answer()
         self._look_around()
         for _ in range(MESSAGES_A_TURN):
-            try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not readable(self._router):
                 break
+            frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             self._look_around()  # what happened before this message is known now
             self._from_network(frames)
         for descriptor, events in ready.items():
@@ -360,7 +368,7 @@ class Gateway:
         The monitor does not tell of all of them: what a client had said before it left is read after that.
         """
         try:
-            self._router.send_multipart([identity, *frames], zmq.NOBLOCK)
+            self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

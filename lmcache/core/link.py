@@ -21,6 +21,7 @@ from lmcache.core.arena import ArenaAttendant, MappedArena
 from lmcache.core.channel import Channel, Pending
 from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.mirror import Mirror
+from lmcache.core.numa import ANYWHERE
 from lmcache.core.pending_hit import PendingHit
 from lmcache.core.protocol import (
     PROTOCOL,
@@ -60,6 +61,8 @@ class Engine:
     geometry: Geometry
     role: Role
     rank: int = 0
+    node: int = ANYWHERE
+    """NUMA node of a worker's device."""
 
 
 class Link:
@@ -126,10 +129,8 @@ class Link:
 
     def _register(self, engine: Engine) -> None:
         try:
-            reply = self._call(
-                Register(next(self._ids), PROTOCOL, dict(engine.facts), engine.geometry, engine.role, engine.rank),
-                Registered,
-            )
+            identity = (dict(engine.facts), engine.geometry, engine.role, engine.rank, engine.node)
+            reply = self._call(Register(next(self._ids), PROTOCOL, *identity), Registered)
         except Refused as error:
             if error.code == ErrorCode.VERSION:
                 raise VersionMismatch(error.args[0], remedy=error.remedy) from error

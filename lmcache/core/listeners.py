@@ -1,6 +1,7 @@
 """What a server listens on: a ZeroMQ router on TCP and a Unix stream socket. Opened before anything is served."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -10,15 +11,17 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from lmcache.core.keys import HASH_BYTES
+from lmcache.core.protocol import MAX_CHUNKS
 from lmcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache.core.curve import ServerKeys
 
-MAX_TCP_MESSAGE = 1 << 12
-"""Bytes: nothing long is said on TCP."""
+MAX_TCP_MESSAGE = MAX_CHUNKS * HASH_BYTES + (1 << 12)
+"""Bytes: nothing longer is said on TCP than the hashes of a prompt that is to be pinned."""
 
-TCP_BACKLOG = 64
+TCP_BACKLOG = 16
 """Messages kept for one TCP peer, in either direction."""
 
 
@@ -38,16 +41,37 @@ def bind_router(host: str, port: int, keys: "ServerKeys | None" = None) -> Itera
 
 
 def bind_tcp(sock: "zmq.Socket[bytes]", host: str, port: int, option: str) -> int:
-    """Listen on a port, 0 for any free one; returns which. Raises ConfigError, naming `option`, when it is taken."""
+    """Listen on a port, 0 for any free one, and return it. Raises ConfigError, naming the port's `option`."""
     sock.setsockopt(zmq.IPV6, ":" in host)
     try:
         sock.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {zmq.strerror(error.errno or 0)}",
-            remedy=f"stop what uses the port, or choose another with {option}",
+            f"cannot listen on {host}:{port}: {_why_not(host, error.errno or 0)}",
+            remedy=_INSTEAD.get(error.errno or 0, "stop what uses the port, or choose another with {option}").format(
+                option=option
+            ),
         ) from error
     return int(sock.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+
+_OF_THIS_HOST = "give --host one that `ip address` lists, or 0.0.0.0 for all of them"
+_INSTEAD = {
+    errno.EADDRNOTAVAIL: _OF_THIS_HOST,
+    errno.ENODEV: _OF_THIS_HOST,
+    errno.EACCES: "choose one from 1024 on with {option}",
+}
+"""Remedies for what is no matter of a port that is taken."""
+
+
+def _why_not(host: str, number: int) -> str:
+    match number:
+        case errno.EADDRNOTAVAIL:
+            return f"{host} is not an address of this host"
+        case errno.ENODEV:  # what ZeroMQ makes of it
+            return f"this host knows no {host}"
+        case _:
+            return zmq.strerror(number)
 
 
 @contextlib.contextmanager

@@ -65,6 +65,10 @@ MAX_FRAME = 16 << 20
 """Bytes of the largest message; far more than any that is answered with more than a refusal."""
 
 
+MAX_CHUNKS = 1 << 16
+"""Chunks of one request: more would make others wait."""
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages; `id` ties a reply to its request."""
 
@@ -192,6 +196,8 @@ class Register(Message, frozen=True, array_like=True, tag=True):
     geometry: Geometry
     role: Role
     rank: int
+    node: int = -1
+    """NUMA node of the worker's device, which the arena is to lie near; -1 where nobody knows."""
 
 
 class Registered(Message, frozen=True, array_like=True, tag=True):

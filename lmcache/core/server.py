@@ -29,6 +29,7 @@ from lmcache.core.control import ServerAddress
 from lmcache.core.huge_pages import available_bytes, shortage
 from lmcache.core.l1_only import L1Only
 from lmcache.core.listeners import bind_router, listen
+from lmcache.core.numa import Placement, nodes_with_memory
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import (
     PROTOCOL,
@@ -163,13 +164,14 @@ class Server:
 
     def _backer(self, mapping: Mapping) -> Backer:
         config = self.config
+        placement = Placement(nodes_with_memory())
         if not config.huge_page_bytes:
-            return Backer(mapping, config.max_workers, self.wake)
+            return Backer(mapping, config.max_workers, self.wake, placement=placement)
         if not mapping.reserved:
             log.warning("%s", shortage(config.arena_bytes))
         available = (lambda: mapping.size) if mapping.reserved else available_bytes
         slab = max(SLAB_BYTES, config.huge_page_bytes)
-        return Backer(mapping, config.max_workers, self.wake, available=available, slab_bytes=slab)
+        return Backer(mapping, config.max_workers, self.wake, available=available, slab_bytes=slab, placement=placement)
 
     def _open_gateway(self, opened: contextlib.ExitStack, keys: "ServerKeys | None", mapping: Mapping) -> "Gateway":
         from lmcache.core.gateway import Gateway  # only where there may be engines on other hosts

@@ -20,6 +20,7 @@ from lmcache.core.keys import HASH_BYTES, ChainHash, namespace_digest, split_has
 from lmcache.core.l1_only import Answer, Asked, L1Only
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import (
+    MAX_CHUNKS,
     PROTOCOL,
     Abort,
     AskAgain,
@@ -59,9 +60,6 @@ log = logging.getLogger("lmcache.server")
 
 MAX_FACTS = 1 << 16
 """Characters of one namespace's facts, which are kept as long as it is."""
-
-MAX_CHUNKS = 1 << 16
-"""Chunks of one request: more would make others wait."""
 
 MAX_TENANT = 256
 """Characters of a tenant's name, which is kept with every chunk."""
@@ -120,6 +118,8 @@ class Service:
             raise Refused(f"{facts} characters of facts", code=ErrorCode.MALFORMED, remedy=f"at most {MAX_FACTS}")
         namespace = self._namespace(request)
         connection.namespace, connection.role, connection.rank = namespace, request.role, request.rank
+        if request.role is Role.WORKER and not connection.origin:
+            self._backer.near(request.node)
         return Registered(
             request.id,
             self.epoch,

@@ -13,6 +13,7 @@ import numpy as np
 
 from lmcache.core.arena import ArenaAttendant
 from lmcache.core.client import Link
+from lmcache.core.numa import ANYWHERE
 from lmcache.engines.copy import Bytes
 from lmcache.geometry.groups import Geometry
 from lmcache.geometry.layout import ObjectLayout, object_layout
@@ -54,6 +55,10 @@ MakeCopier = Callable[[ObjectLayout, int], ObjectCopier]
 class Kernels(Protocol):
     """How to wait for what the engine has submitted to its device."""
 
+    @property
+    def memory_node(self) -> int:
+        """NUMA node of the host's memory that is near the device; -1 where nobody knows."""
+
     def settle(self) -> None: ...
     def mark(self) -> Any: ...
     def reached(self, mark: Any) -> None: ...
@@ -63,6 +68,8 @@ class Kernels(Protocol):
 
 class NoKernels:
     """An engine whose steps are done when they return, as on CPU."""
+
+    memory_node = ANYWHERE
 
     def settle(self) -> None:
         """Nothing to wait for."""

@@ -5,13 +5,18 @@ proved without one is proved with the CPU in the device's place. Imports torch.
 """
 
 import ctypes
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from lmcache.core.numa import ANYWHERE
 from lmcache.errors import ConfigError
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+"""Where the kernel shows what is plugged in, and where."""
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -38,6 +43,18 @@ def check_device(device: torch.device) -> None:
             f"the KV caches are on {device}, a kind of device that lmcache has not been tried on",
             remedy="run without the connector; CUDA devices and CPUs are served",
         )
+
+
+def device_node(device: torch.device) -> int:
+    """The NUMA node that a CUDA device is attached to, as the kernel knows it; `ANYWHERE` where it does not."""
+    if device.type != "cuda":
+        return ANYWHERE
+    found = torch.cuda.get_device_properties(device)
+    try:
+        slot = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        return int((PCI_DEVICES / slot / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):  # an older torch, or a container without /sys
+        return ANYWHERE
 
 
 class CudaLocks:

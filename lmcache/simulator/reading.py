@@ -187,7 +187,8 @@ class _Reader:
         if not any(event.limit >= 0 for event in self._events):
             raise TraceError(
                 f"{self._path} has no request in it",
-                remedy="name a file with a JSON object a line, each with input_length and hash_ids",
+                remedy="a server that records writes one down when an engine asks it; a public trace has a JSON object "
+                "a line, each with input_length and hash_ids",
             )
         spaces = [TraceNamespace(*known, parents) for known, parents in zip(self._known, self._parents, strict=True)]
         recorded = None

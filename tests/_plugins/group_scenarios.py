@@ -172,6 +172,8 @@ class Served:
 class GroupScenarios(Served):
     """The module defines the fixture `stand`."""
 
+    BLOCK: ClassVar = 128
+    """Tokens of a block, in every group."""
     GROUPS: ClassVar[range]
     """Numbers of the model's KV groups."""
     PREFIXES: ClassVar = ((1100, 1024), (1000, 768), (700, 512), (300, 256))
@@ -182,6 +184,10 @@ class GroupScenarios(Served):
     """Whether this engine, without any cache, samples on alike when it computes as a prompt what it had sampled."""
     STARVING: ClassVar[tuple[int, int]]
     """Length of prompts of which five start, and cannot all go on, in the blocks that there are; and their hit."""
+
+    def test_the_log_shows_the_groups(self, stand: Stand) -> None:
+        shown = f"group_tokens_per_block={[self.BLOCK for _ in self.GROUPS]}, scheduler_block_size={self.BLOCK}"
+        assert shown in stand.engine.log.read_text()
 
     # -------------------------------------------------------------------------------------------------- what is found
 
@@ -343,6 +349,25 @@ class GroupScenarios(Served):
         [warm] = engine.generate(ids)
         assert warm["cached"] == 1024
         assert same_answer(cold, warm)
+
+
+class SameAnswerScenarios:
+    """Of engines that answer to the bit what they would compute."""
+
+    HITS: ClassVar[dict[int, int]]
+    """Of prompts that come again, by their length."""
+
+    def test_a_prompt_that_comes_again_is_served_with_the_same_answer(self, stand: Stand, length: int) -> None:
+        ids = prompt(length, length)
+        [cold] = store(stand, ids)
+        [warm] = stand.engine.generate(ids)
+        assert cached([cold, warm]) == [0, self.HITS[length]]
+        assert same_answer(cold, warm)
+        assert len(set(cold["tokens"])) > 4, "the model repeats itself, so its answers prove little"
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if metafunc.function.__name__ == "test_a_prompt_that_comes_again_is_served_with_the_same_answer":
+            metafunc.parametrize("length", self.HITS)
 
 
 class FullCacheScenarios(Served):

@@ -1,22 +1,26 @@
 """Real SGLang engines on the CPU, and a server beside them, in processes of their own that end when they are closed."""
 
 import json
+import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from vllm_stand import LOGPROB_TOLERANCE, EngineProcess, ServerProcess, free_port
 
-from lmcache.plugins.testing import Answer, EngineUnderTest
+from lmcache.core.adapter import EngineAdapter
+from lmcache.core.control import ServerAddress
+from lmcache.engines.sglang.adapter import SglangAdapter
+from lmcache.plugins.testing import Answer, EngineAdapterTests, EngineUnderTest
 
 HERE = Path(__file__).parents[1] / "engines" / "sglang"
 PAGE = 16
 
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    "PYTHONPATH": str(HERE / "cpu_kernels"),
+    "PYTHONPATH": os.pathsep.join([str(HERE / "cpu_kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "HF_HUB_OFFLINE": "1",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "only_models",
     "OMP_NUM_THREADS": "1",
@@ -109,6 +113,32 @@ class SglangUnderTest(EngineUnderTest):
     def close(self) -> None:
         if self.process.alive:
             self.process.close()
+
+
+class SglangTests(EngineAdapterTests):
+    """The contract of engine adapters, for either door: a module derives its tests and says how its engines start."""
+
+    adapter: ClassVar[type[EngineAdapter]] = SglangAdapter
+    chunk_size = PAGE
+    hit_step = PAGE
+    server_flags = ("--l1-size-gb", "0.125", "--l1-cell-kb", "16")
+    tolerance = 1e-4
+    models: ClassVar[Path]
+    folder: ClassVar[Path]
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def places(cls, sglang_models: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+        cls.models, cls.folder = sglang_models, tmp_path_factory.mktemp("engines")
+
+    @classmethod
+    def start(cls, model: str, door: Callable[[int], dict[str, Any]], server: str) -> EngineUnderTest:
+        """An engine with one of the models that comes to the server through a door: `linker` or `hicache`."""
+        log = cls.folder / f"{model}{len(list(cls.folder.iterdir()))}.log"
+        options = {"model_path": str(cls.models / model), "served_model_name": "llama"}
+        process = SglangProcess(options | door(ServerAddress.parse(server).port), log)
+        process.await_start()
+        return SglangUnderTest(process)
 
 
 def server_at(folder: Path) -> ServerProcess:

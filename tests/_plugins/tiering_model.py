@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import attrs
 import hypothesis.strategies as st
+import model_prompts
+from dict_tier import DictTier
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -21,6 +23,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from model_prompts import CELL, CHUNK, PATHS, hashes_of
 
 from lmcache.core.arena import Mapping
 from lmcache.core.blob import BlobStore
@@ -32,7 +35,7 @@ from lmcache.core.invariants import check_invariants
 from lmcache.core.keys import ChainHash, NamespaceDigest
 from lmcache.core.promotion import Asked
 from lmcache.core.protocol import Placed
-from lmcache.core.tier import StorageTier, TierLocation
+from lmcache.core.tier import TierLocation
 from lmcache.core.tier_in_use import TierInUse
 from lmcache.core.tier_threads import Call
 from lmcache.core.tier_url import StorePolicy, TierSettings
@@ -41,23 +44,12 @@ from lmcache.errors import Refused, TierError
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 from lmcache.plugins.eviction.lru import LRU
 
-CHUNK = 4
-DEPTH = 4
-CELL = 64
 DEADLINE = 10.0
 TIMEOUT = 5.0
 
-FULL = KVGroup(GroupKind.FULL, 2, (32,))
-GEOMETRIES = (
-    Geometry((FULL,)),
-    Geometry((KVGroup(GroupKind.FULL, 4, (64, 64)), KVGroup(GroupKind.SLIDING_WINDOW, 2, (32,), window=6))),
-    Geometry((KVGroup(GroupKind.FULL, 4, (64,), shards=2), KVGroup(GroupKind.FULL, 4, (64,))), ranks=2),
-    Geometry((KVGroup(GroupKind.SCRATCH, 0, ()), KVGroup(GroupKind.RECURRENT, 4, (64,)), FULL)),
-    Geometry((KVGroup(GroupKind.SLIDING_WINDOW, 2, (32,), window=4),)),
-)
-"""One group; a window; two ranks; snapshots; and nothing but a window, whose hits need no chunk but the last ones."""
+GEOMETRIES = (*model_prompts.GEOMETRIES, Geometry((KVGroup(GroupKind.SLIDING_WINDOW, 2, (32,), window=4),)))
+"""The last one is nothing but a window: its hits need no chunk but the last ones."""
 
-PATHS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=DEPTH).map(tuple)
 OWNERS = st.integers(0, 2)
 SPACES = st.integers(0, 1)
 WHICH = st.integers(0, 99)
@@ -65,24 +57,18 @@ LIFETIMES = st.sampled_from([None, None, None, None, 2.0, 20.0])
 OUTCOMES = st.sampled_from(["works", "works", "works", "fails", "half"])
 
 
-def hashes_of(path: Sequence[int]) -> list[ChainHash]:
-    """The same prompt has the same hashes in every namespace: only the namespace keeps them apart."""
-    return [ChainHash(hashlib.sha256(bytes(path[:length])).digest()[:16]) for length in range(1, len(path) + 1)]
-
-
 def pattern(namespace: Namespace, chain_hash: bytes, group: int, shard: int, position: int) -> bytes:
     """What one cell of one object holds: nobody else's is equal."""
     return hashlib.sha256(namespace.digest + chain_hash + bytes([group, shard, position])).digest() * 2
 
 
-class Shelf(StorageTier):
+class Shelf(DictTier):
     """A tier that does what it is told to do next."""
 
     scheme = "shelf"
 
     def __init__(self, shared: bool) -> None:
-        self.blobs: dict[str, bytes] = {}
-        self.shared = shared
+        super().__init__(shared)
         self.next = "works"
 
     def _may_fail(self) -> None:
@@ -91,29 +77,18 @@ class Shelf(StorageTier):
 
     def store(self, key, parts, deadline):
         self._may_fail()
-        self.blobs[key] = b"".join(parts)
+        super().store(key, parts, deadline)
 
     def load(self, key, into, deadline):
         if self.next == "half":
             for view in into:
                 view[: len(view) // 2 + 1] = b"\xee" * (len(view) // 2 + 1)
         self._may_fail()
-        blob = rest = self.blobs.get(key, b"")
-        for view in into:
-            piece, rest = rest[: len(view)], rest[len(view) :]
-            view[: len(piece)] = piece
-        return len(blob)
+        return super().load(key, into, deadline)
 
     def contains(self, keys, deadline):
         self._may_fail()
-        return [key in self.blobs for key in keys]
-
-    def delete(self, keys, deadline):
-        for key in keys:
-            self.blobs.pop(key, None)
-
-    def keys(self):
-        return iter([(key, len(blob)) for key, blob in self.blobs.items()])
+        return super().contains(keys, deadline)
 
 
 class ThreadsByHand:

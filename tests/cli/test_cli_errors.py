@@ -133,6 +133,50 @@ USAGE = [
         ),
     ),
     (
+        ["server", "--host", "http://127.0.0.1:5555"],
+        (
+            "lmcache: --host 'http://127.0.0.1:5555' is not just the name or address of a host; write --host 127.0.0.1 "
+            "--port 5555"
+        ),
+    ),
+    (
+        ["status", "--host", "http://127.0.0.1/"],
+        "lmcache: --host 'http://127.0.0.1/' is not just the name or address of a host; write --host 127.0.0.1",
+    ),
+    (
+        ["ping", "--host", "localhost:6555"],
+        (
+            "lmcache: --host 'localhost:6555' is not just the name or address of a host; write --host localhost --port "
+            "6555"
+        ),
+    ),
+    (
+        ["ping", "--host", "[::1]"],
+        "lmcache: --host '[::1]' is not just the name or address of a host; write --host ::1",
+    ),
+    (
+        ["ping", "--host", ""],
+        "lmcache: --host '' is not just the name or address of a host; write something like --host 127.0.0.1",
+    ),
+    (
+        ["server", "--host", "192.0.2.1", "--insecure", "--l1-size-gb", "0.05"],
+        (
+            "lmcache: cannot listen on 192.0.2.1:5555: 192.0.2.1 is not an address of this host; give --host one that "
+            "`ip address` lists, or 0.0.0.0 for all of them"
+        ),
+    ),
+    (
+        ["server", "--host", "no-such-host.invalid", "--insecure", "--l1-size-gb", "0.05"],
+        (
+            "lmcache: cannot listen on no-such-host.invalid:5555: this host knows no no-such-host.invalid; give --host "
+            "one that `ip address` lists, or 0.0.0.0 for all of them"
+        ),
+    ),
+    (
+        ["geometry", "model", "--keys", "keys"],
+        "lmcache: --keys is for a server that wants them; leave it out, for a model needs none",
+    ),
+    (
         ["server", "--eviction-policy", "LRUU"],
         (
             "lmcache: no plugin offers the eviction policy 'LRUU'; known: ARC, FIFO, GDSF, LFU, LRU, S3-FIFO, SIEVE, "
@@ -151,6 +195,14 @@ USAGE = [
         ["wait-idle", "--timeout", "-1"],
         "lmcache: --timeout: -1.0 is not in the range x>=0; see `lmcache wait-idle --help`",
     ),
+    (
+        ["wait-idle", "--timeout", "nan"],
+        "lmcache: --timeout: nan is not in the range x>=0; see `lmcache wait-idle --help`",
+    ),
+    (
+        ["server", "--l2-deadline-s", "nan"],
+        "lmcache: --l2-deadline-s: nan is not in the range 0.01<=x<=3600; see `lmcache server --help`",
+    ),
 ]
 
 
@@ -161,6 +213,15 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
     done = lmcache(*arguments)
 
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{line}\n")
+
+
+@pytest.mark.parametrize("group", ["tier", "keys"])
+def test_a_group_of_commands_without_one_of_them_prints_its_help(lmcache, group: str) -> None:
+    done = lmcache(group)
+    help_of_it = lmcache(group, "--help")
+
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", help_of_it.stdout)
+    assert "\nCommands:\n" in help_of_it.stdout
 
 
 def test_more_memory_than_there_is_names_both_figures_and_a_size_that_fits(lmcache) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache.core.blob import BlobIdentity, BlobStore
+from lmcache.core.keys import namespace_digest
 from lmcache.core.tier import TierLocation
 from lmcache.plugins.storage.disk import DiskTier
 
@@ -51,11 +52,11 @@ def test_ls_counts_blobs_and_bytes_of_each_namespace(lmcache, folder: Path) -> N
 
     assert spoken.stdout.splitlines()[0] == f"disk://{folder}: 5 blobs, 48.0 KiB"
     assert [line.split() for line in spoken.stdout.splitlines()[1:]] == [
-        ["namespace", "model", "chunk", "size", "codec", "blobs", "size"],
+        ["namespace", "model", "chunk", "size", "cells", "codec", "blobs", "size"],
         ["00" * 16, "org/one", "256", "none", "3", "24.0", "KiB"],
         ["01" * 16, "org/two", "256", "none", "2", "24.0", "KiB"],
     ]
-    common = {"chunk_size": 256, "codec": ""}
+    common = {"chunk_size": 256, "cell_bytes": 0, "codec": ""}
     assert listed == {
         "tier": f"disk://{folder}",
         "namespaces": [
@@ -66,6 +67,21 @@ def test_ls_counts_blobs_and_bytes_of_each_namespace(lmcache, folder: Path) -> N
         "foreign": 0,
         "unreadable": 0,
     }
+
+
+def test_ls_names_a_namespace_as_the_status_of_a_server_does(lmcache, tmp_path: Path) -> None:
+    facts = {"model": "org/one", "chunk_size": "256"}
+    with_cells = {**facts, "cell_bytes": "1048576"}
+    tier = open_disk(tmp_path)
+    blob = BlobIdentity(namespace_digest(with_cells), with_cells, bytes(16), 0, 0, "tenant", 256)
+    BlobStore(tier).store(blob, [memoryview(PAYLOAD)], time.monotonic() + 60)
+    tier.close()
+
+    (found,) = json.loads(lmcache("tier", "ls", "--json", f"disk://{tmp_path}").stdout)["namespaces"]
+    assert (found["namespace"], found["cell_bytes"]) == (namespace_digest(facts).hex(), 1 << 20)
+    assert f"{namespace_digest(facts).hex()}  org/one  256         1.0 MiB  none" in (
+        lmcache("tier", "ls", f"disk://{tmp_path}").stdout
+    )
 
 
 def test_ls_of_an_empty_tier_is_one_line(lmcache, tmp_path: Path) -> None:

@@ -274,6 +274,18 @@ def test_engines_of_a_running_server_are_explained_as_they_registered(lmcache, s
     assert max(map(len, spoken.stdout.splitlines())) <= 100
 
 
+def test_a_server_that_wants_keys_is_given_them(lmcache, start_server, tmp_path: Path) -> None:
+    keys = str(tmp_path / "keys")
+    lmcache("keys", "new", keys)
+    address = f"127.0.0.1:{start_server('--keys', keys, '--bulk-port', '0').port}"
+    without, let_in = lmcache("geometry", "--server", address), lmcache("geometry", "--server", address, "--keys", keys)
+
+    assert "give its client.key with --keys" in without.stderr
+    assert let_in.stderr == (
+        f"lmcache: no engine has registered at {address}; start an engine with the connector, then ask\n"
+    )
+
+
 def test_a_server_without_engines_and_no_server_are_said(lmcache, start_server) -> None:
     server = start_server()
     address = f"127.0.0.1:{server.port}"

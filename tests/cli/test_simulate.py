@@ -286,6 +286,6 @@ def test_a_server_that_was_asked_nothing_leaves_an_empty_recording(lmcache, star
 
     assert file.stat().st_size == 0
     assert lmcache("simulate", str(file)).stderr == (
-        f"lmcache: {file} has no request in it; name a file with a JSON object a line, each with input_length and "
-        "hash_ids\n"
+        f"lmcache: {file} has no request in it; a server that records writes one down when an engine asks it; a public "
+        "trace has a JSON object a line, each with input_length and hash_ids\n"
     )

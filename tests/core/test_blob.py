@@ -5,44 +5,16 @@ import time
 
 import hypothesis.strategies as st
 import pytest
+from dict_tier import DictTier
 from hypothesis import given, settings
 
 from lmcache.core.blob import BlobIdentity, BlobStore, Loaded
 from lmcache.core.codec import Codec
-from lmcache.core.tier import StorageTier
 from lmcache.errors import CodecError, TierError
 
 PAYLOAD = bytes(range(256)) * 40
 """10,240 bytes."""
 DEADLINE = time.monotonic() + 1e6
-
-
-class DictTier(StorageTier):
-    scheme = "dict"
-
-    def __init__(self, shared=True):
-        self.blobs = {}
-        self.shared = shared
-
-    def store(self, key, parts, deadline):
-        self.blobs[key] = b"".join(parts)
-
-    def load(self, key, into, deadline):
-        blob = rest = self.blobs.get(key, b"")
-        for view in into:
-            piece, rest = rest[: len(view)], rest[len(view) :]
-            view[: len(piece)] = piece
-        return len(blob)
-
-    def contains(self, keys, deadline):
-        return [key in self.blobs for key in keys]
-
-    def delete(self, keys, deadline):
-        for key in keys:
-            self.blobs.pop(key, None)
-
-    def keys(self):
-        return iter([(key, len(blob)) for key, blob in self.blobs.items()])
 
 
 class Xor(Codec):

@@ -5,7 +5,6 @@ included), and knows nothing of the cache's data structures beyond looking at wh
 `LMCACHE_MODEL_EXAMPLES=5000 pytest tests/core/test_cache_model.py`.
 """
 
-import hashlib
 import itertools
 import os
 import random
@@ -23,6 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from model_prompts import CELL, CHUNK, DEPTH, GEOMETRIES, PATHS, hash_of, hashes_of
 
 from lmcache.core.cache import Cache
 from lmcache.core.cells import CellAllocator, unpack_cells
@@ -39,32 +39,8 @@ EXAMPLES = int(os.environ.get("LMCACHE_MODEL_EXAMPLES", "60"))
 STEPS = int(os.environ.get("LMCACHE_MODEL_STEPS", "60"))
 
 MOST_CELLS = 14
-CHUNK = 4
-DEPTH = 4
-
-FULL = KVGroup(GroupKind.FULL, 2, (32,))
-"""One cell a chunk; hits may end inside a chunk."""
-GEOMETRIES = (
-    Geometry((FULL,)),
-    Geometry((KVGroup(GroupKind.FULL, 4, (64, 64)), KVGroup(GroupKind.SLIDING_WINDOW, 2, (32,), window=6))),
-    Geometry((KVGroup(GroupKind.FULL, 4, (64,), shards=2), KVGroup(GroupKind.FULL, 4, (64,))), ranks=2),
-    Geometry((KVGroup(GroupKind.SCRATCH, 0, ()), KVGroup(GroupKind.RECURRENT, 4, (64,)), FULL)),
-)
-CELL_BYTES = 64
-
-PATHS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=DEPTH).map(tuple)
-"""Mostly one prompt, at times a branch of it: so calls meet each other's chunks."""
 
 ALL_PATHS = [path for length in range(1, DEPTH + 1) for path in itertools.product((0, 1), repeat=length)]
-
-
-def hash_of(path: Sequence[int]) -> ChainHash:
-    """The same prompt has the same hashes in every namespace: only the namespace keeps them apart."""
-    return ChainHash(hashlib.sha256(bytes(path)).digest()[:16])
-
-
-def hashes_of(path: Sequence[int]) -> list[ChainHash]:
-    return [hash_of(path[:length]) for length in range(1, len(path) + 1)]
 
 
 class Nasty(EvictionPolicy):
@@ -176,7 +152,7 @@ class CacheModel(RuleBasedStateMachine):
         self.cache = Cache(CellAllocator(cells), self.policy_class(), pin_share=pin_share)
         self.cache.allocator.back(max(1, cells - unbacked))
         self.namespaces = [
-            Namespace(NamespaceDigest(bytes([number]) * 16), {}, geometry, CHUNK, CELL_BYTES)
+            Namespace(NamespaceDigest(bytes([number]) * 16), {}, geometry, CHUNK, CELL)
             for number, geometry in enumerate(GEOMETRIES)
             if number in spaces
         ]

@@ -148,7 +148,7 @@ def test_a_message_that_is_too_large_costs_its_sender_the_connection(
     large = zmq_socket(zmq.DEALER)
     large.connect(server.address.endpoint)
     for _ in range(5):
-        large.send(bytes(1 << 20))
+        large.send(bytes(2 << 20))
 
     assert_lives(server)
 

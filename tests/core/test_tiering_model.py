@@ -10,7 +10,8 @@ import threading
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from tiering_model import CHUNK, DEADLINE, DEPTH, Lookup, TieringModel, hashes_of
+from model_prompts import CHUNK, DEPTH, hashes_of
+from tiering_model import DEADLINE, Lookup, TieringModel
 
 from lmcache.core.breaker import CircuitBreaker
 from lmcache.core.hints import NO_HINTS

@@ -1,12 +1,14 @@
 """Copies between a device and the arena, with CPU tensors as the device's: everything but what calls CUDA itself.
 
-The ways that need a kernel run in Triton's interpreter, in a process of their own: Triton decides at import.
+The ways that need a kernel run in Triton's interpreter, in processes of their own: Triton decides at import.
 """
 
 import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,28 +23,35 @@ from device_scenarios import DeviceScenarios
 from device_stand import STORAGES, WAYS, MemoryLocks, Site, mapped, wait_for
 
 from lmcache.core.arena import SLAB_BYTES
-from lmcache.engines import staging
+from lmcache.engines import cuda, staging
 from lmcache.engines.crossing import Crossing
 from lmcache.engines.cuda import MEMCPY_BATCH, BatchedCopies, check_device, copy_many
 from lmcache.engines.pinning import Everywhere, Pins
 from lmcache.engines.staging import Way, chosen_way
 from lmcache.errors import ConfigError
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = {Way.KERNEL, Way.REACH}
+CHILDS_WAY = "LMCACHE_TESTED_WAY"
+"""The environment variable that tells a child which of these it tries."""
+INTERPRETED = os.environ.get(CHILDS_WAY)
+
+CHOICE = f"{Path(__file__).with_name('test_way_choice.py')}::test_what_really_works_here_is_measured_and_copies"
 
 LESS = ("-k", "not partly and not out")
 """The interpreter is slow, and what lies between is the same whoever gathers."""
 
 
 class TestOnTheCPU(DeviceScenarios):
-    """The scenarios, in the ways that torch alone knows; in a child with Triton's interpreter, the others."""
+    """The scenarios, in the ways that torch alone knows; in children with Triton's interpreter, the others."""
 
     @pytest.fixture
     def device(self) -> str:
         return "cpu"
 
-    @pytest.fixture(params=[way for way in WAYS if (way in KERNELS) == INTERPRETED], ids=lambda way: way.value)
+    @pytest.fixture(
+        params=[way for way in WAYS if (way.value == INTERPRETED if INTERPRETED else way not in KERNELS)],
+        ids=lambda way: way.value,
+    )
     def way(self, request: pytest.FixtureRequest) -> Way:
         return request.param
 
@@ -50,16 +59,22 @@ class TestOnTheCPU(DeviceScenarios):
 @pytest.mark.skipif(INTERPRETED, reason="this is the child")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton is installed")
 @pytest.mark.timeout(600)
-def test_the_kernel_passes_the_same_scenarios_in_tritons_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestOnTheCPU", *LESS],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "skipped" not in done.stdout.splitlines()[-1]
+def test_the_kernels_pass_the_same_scenarios_in_tritons_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *LESS, f"{__file__}::TestOnTheCPU"]
+    children = [
+        subprocess.Popen(
+            [*command, CHOICE] if way is Way.KERNEL else command,
+            env={**os.environ, "TRITON_INTERPRET": "1", CHILDS_WAY: way.value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for way in KERNELS  # side by side: nothing is timed, and each takes half a minute
+    ]
+    outputs = [child.communicate()[0] for child in children]
+    for child, output in zip(children, outputs, strict=True):
+        assert child.returncode == 0, output[-4000:]
+        assert "skipped" not in output.splitlines()[-1]
 
 
 # -------------------------------------------------------------------------------------------------- many copies at once
@@ -217,9 +232,33 @@ def test_the_way_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError) as refused:
         chosen_way()
     assert str(refused.value) == (
-        "LMCACHE_DEVICE_COPY is 'fast'; known are gather, kernel, reach, batch; or leave it unset"
+        "LMCACHE_DEVICE_COPY is 'fast'; known are gather, kernel, reach, batch, measure; or leave it unset"
     )
+    monkeypatch.setenv("LMCACHE_DEVICE_COPY", "measure")
+    assert chosen_way() is None
 
 
-def test_a_cpu_has_no_batched_copies() -> None:
+def test_a_cpu_has_no_batched_copies_and_no_node_of_its_own() -> None:
     assert copy_many(torch.device("cpu")) is None
+    assert staging.Device(torch.device("cpu")).memory_node == -1
+
+
+@pytest.mark.parametrize(
+    ("slot", "text", "node"),
+    [
+        ("0000:c1:00.0", "1\n", 1),
+        ("0000:c1:00.0", "-1\n", -1),  # a host of one node, or a firmware that does not tell
+        ("0000:c2:00.0", "1\n", -1),  # another card's
+    ],
+)
+def test_the_node_of_a_device_is_what_the_kernel_says_of_its_slot(
+    slot: str, text: str, node: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(cuda, "PCI_DEVICES", tmp_path)
+    (tmp_path / slot).mkdir()
+    (tmp_path / slot / "numa_node").write_text(text)
+    assert cuda.device_node(torch.device("cuda", 0)) == node
+    del card.pci_domain_id  # as with older versions of torch
+    assert cuda.device_node(torch.device("cuda", 0)) == -1

@@ -6,6 +6,7 @@ All of them are the example's adapter with one mistake.
 import contextlib
 import inspect
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -257,10 +258,21 @@ WRONG = [
 def test_a_wrong_adapter_fails(pebble, tmp_path, monkeypatch, mistake, test, arguments, words):
     if words not in {OTHER, COUNT}:
         monkeypatch.setattr(served, "PATIENCE_S", 8.0)
+        monkeypatch.setattr(ServerUnderControl, "wait_until", _soon_tired(ServerUnderControl.wait_until, words))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SOURCE / "src"), os.environ.get("PYTHONPATH", "")]))
     mistake(pebble, monkeypatch)
     with pytest.raises((Exception, pytest.fail.Exception), match=f"(?s){words}"):
         _run(pebble, tmp_path, test, arguments)
+
+
+def _soon_tired(wait_until, words):
+    """Waits that end in vain, as these words say, do not wait long."""
+
+    def waiting(self, condition, what, seconds=0.0):
+        in_vain = re.search(words, f"it never was so that {what}")
+        wait_until(self, condition, what, 1.0 if in_vain else seconds)
+
+    return waiting
 
 
 def test_an_engine_that_ends_when_a_load_fails_passes_if_its_class_says_so(pebble, tmp_path, monkeypatch):

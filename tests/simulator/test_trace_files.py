@@ -114,7 +114,8 @@ def test_an_id_that_stands_for_two_prefixes_is_refused(refusal) -> None:
 @pytest.mark.parametrize("text", ["", "\n\n", recorded(BEGUN, SPACE), recorded(BEGUN, SPACE, STORE)])
 def test_a_trace_without_requests_is_refused(refusal, text) -> None:
     assert refusal(text) == (
-        "FILE has no request in it; name a file with a JSON object a line, each with input_length and hash_ids"
+        "FILE has no request in it; a server that records writes one down when an engine asks it; a public trace has a "
+        "JSON object a line, each with input_length and hash_ids"
     )
 
 

@@ -107,7 +107,7 @@ class LMCacheLinker(UnifiedCacheLinker):
         """A store in the namespace of the weights that the engine has now."""
         self._updated = self._updates.count
         facts = self._facts | updated_facts(self._updated)
-        engine = Engine(facts, self._geometry, Role.WORKER, self._group.rank)
+        engine = Engine(facts, self._geometry, Role.WORKER, self._group.rank, self._kernels.memory_node)
         client = Client(self._settings.address, engine, self._settings.client, self._refused)
         client.start(wait)
         return PageStore(

@@ -74,7 +74,8 @@ class LMCacheWorker(_WORKER):
     def _registered(self, found: Registration) -> None:
         self.close()
         rank = self._rank_of_process % self._ranks
-        client = _connect(self._settings, Engine(found.facts, found.shape.geometry, Role.WORKER, rank))
+        engine = Engine(found.facts, found.shape.geometry, Role.WORKER, rank, found.kernels.memory_node)
+        client = _connect(self._settings, engine)
         self._side = WorkerSide(client, found.shape, rank, found.makers, found.kernels)
         meeting_of(self._arguments).registration = found
 

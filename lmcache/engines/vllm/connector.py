@@ -107,7 +107,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
             self._vllm_config, self._kv_cache_config, self._groups, kv_caches, self._ranks, self._settings
         )
         rank = self._vllm_config.parallel_config.rank % self._ranks
-        client = self._connect(Engine(found.facts, found.geometry, Role.WORKER, rank))
+        client = self._connect(Engine(found.facts, found.geometry, Role.WORKER, rank, found.kernels.memory_node))
         self._worker = WorkerSide(client, found.geometry, rank, found.makers, found.kernels)
         self._facts = WorkerFacts(found.facts, found.geometry)
 

@@ -198,6 +198,19 @@ class DiskTier(StorageTier):
             log.info("%s has no direct I/O (%s): blobs go through the page cache", self._name, refusal.strerror)
         usage = self.usage()
         log.info("%s holds %d blobs, %d bytes of at most %s", self._name, usage.blobs, usage.bytes, usage.limit_bytes)
+        if self._mode == "serve":
+            self._compare_with_the_disk(usage)
+
+    def _compare_with_the_disk(self, usage: TierUsage) -> None:
+        """Warn when the file system will be full before the tier is."""
+        system = os.statvfs(self._folder.path)
+        room = (usage.bytes or 0) + system.f_bavail * system.f_frsize
+        if system.f_blocks and usage.limit_bytes and usage.limit_bytes > room:  # 0: one that does not count, like ramfs
+            log.warning(
+                "--l2 %s has size_gb=%.4g, more than its file system has room for, %.4g GB: whoever else writes to it "
+                "takes room from the blobs; set size_gb to less, or free space",
+                *(self._name, usage.limit_bytes / 2**30, room / 2**30),
+            )
 
     @contextlib.contextmanager
     def _room_for(self, blocks: int) -> Iterator[None]:

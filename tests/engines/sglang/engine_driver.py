@@ -5,12 +5,14 @@
 Not imported by tests: they start it (see `sglang_stand.py`), so that an engine and what it starts end with one kill.
 """
 
-import json
-import os
 import sys
 import time
-import traceback
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "_plugins"))
+
+from driver_loop import obey
 
 DEFAULTS = {
     "device": "cpu",
@@ -86,22 +88,5 @@ class Driver:
         self.engine.shutdown()
 
 
-def main() -> None:
-    """Do what the lines on standard input say, and end with them."""
-    # SGLang and what it starts write to standard output; answers keep the pipe for themselves
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    driver = Driver(json.loads(sys.argv[1]))
-    print(json.dumps({"result": "ready"}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            reply = {"result": getattr(driver, request.pop("do"))(**request)}
-        except Exception:  # noqa: BLE001 - whatever it is, the test is told
-            reply = {"error": traceback.format_exc()}
-        print(json.dumps(reply), file=answers, flush=True)
-    driver.close()
-
-
 if __name__ == "__main__":
-    main()
+    obey(Driver)

@@ -6,12 +6,14 @@ Not imported by tests: they start it (see `vllm_stand.py`), so that an engine an
 """
 
 import contextlib
-import json
-import os
 import sys
-import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "_plugins"))
+
+from driver_loop import obey
 
 
 class Driver:
@@ -138,22 +140,5 @@ class Driver:
         return names.get("result")
 
 
-def main(kind: type[Driver] = Driver) -> None:
-    """Do what the lines on standard input say, and end with them."""
-    # vLLM and what it starts write to standard output; answers keep the pipe for themselves
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    driver = kind(json.loads(sys.argv[1]))
-    print(json.dumps({"result": "ready"}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            reply = {"result": getattr(driver, request.pop("do"))(**request)}
-        except Exception:  # noqa: BLE001 - whatever it is, the test is told
-            reply = {"error": traceback.format_exc()}
-        print(json.dumps(reply), file=answers, flush=True)
-    driver.close()
-
-
 if __name__ == "__main__":
-    main()
+    obey(Driver)

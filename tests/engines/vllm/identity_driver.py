@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from engine_driver import Driver, main
+from engine_driver import Driver, obey
 
 from lmcache.engines import unchanged
 
@@ -112,4 +112,4 @@ class Engines(Driver):
 
 
 if __name__ == "__main__":
-    main(Engines)
+    obey(Engines)

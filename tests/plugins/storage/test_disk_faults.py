@@ -130,6 +130,23 @@ def test_a_limit_on_the_size_of_files_is_said_and_leaves_no_part_of_one(tmp_path
     assert files(tmp_path) == ["ab" * 20]
 
 
+def test_more_than_the_file_system_has_room_for_is_said_at_start_with_both_figures(
+    open_tier, tmp_path, monkeypatch, caplog
+):
+    # of which 2 GiB are free, and the tier has nothing yet
+    system = os.statvfs_result((4096, 4096, 1 << 20, 1 << 20, 1 << 19, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: system)
+    open_tier(tmp_path, size_gb="2").close()
+    assert caplog.messages == []
+
+    open_tier(tmp_path, size_gb="500").close()
+    (said,) = caplog.messages
+    assert said == (
+        f"--l2 disk://{tmp_path} has size_gb=500, more than its file system has room for, 2 GB: whoever else writes to "
+        "it takes room from the blobs; set size_gb to less, or free space"
+    )
+
+
 def test_a_file_system_without_direct_i_o_is_said_once_and_serves(open_tier, tmp_path, caplog):
     caplog.set_level(logging.INFO, "lmcache.tier")
     with mounted(tmp_path / "ram", "-t", "ramfs", "ramfs") as folder:
