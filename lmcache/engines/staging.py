@@ -34,7 +34,7 @@ SETTING = "LMCACHE_DEVICE_COPY"
 
 
 class Way(enum.Enum):
-    """How the pages of an object cross. Which one is the fastest has not been measured."""
+    """How the pages of an object cross, the simplest first. Which one is the fastest has not been measured."""
 
     GATHER = "gather"
     """Torch gathers them on the device, a call a layer; then one copy a run of cells."""
@@ -46,13 +46,19 @@ class Way(enum.Enum):
     """A copy a page, all in one call where the driver takes that, where the arena is locked; elsewhere as GATHER."""
 
 
-def chosen_way() -> Way:
-    """By the environment; GATHER by default. Raises ConfigError for a word that is none."""
+MEASURE = "measure"
+"""Word of the environment variable that has ways tried when pages are registered (way_choice.py)."""
+
+
+def chosen_way() -> Way | None:
+    """By the environment: GATHER by default, None for the fastest here. Raises ConfigError for a word that is none."""
     word = os.environ.get(SETTING, "") or Way.GATHER.value
+    if word == MEASURE:
+        return None
     try:
         return Way(word)
     except ValueError:
-        known = ", ".join(way.value for way in Way)
+        known = ", ".join([*(way.value for way in Way), MEASURE])
         raise ConfigError(f"{SETTING} is {word!r}", remedy=f"known are {known}; or leave it unset") from None
 
 
@@ -130,12 +136,14 @@ class StagedPages:
     ) -> None:
         """By default the way of the environment, what the device reaches, and the driver's batched copies.
 
+        Where the environment wants ways to be measured, that is for `way_choice.staged_maker`, and GATHER here.
+
         Raises ConfigError for a device that lmcache has not been tried on.
         """
         device = tensors[0].device
         check_device(device)
         self.device = Device(device)
-        self.way = way or chosen_way()
+        self.way = way or chosen_way() or Way.GATHER
         self.reach = reach or reach_of(device)
         self.many = many or copy_many(device)
         self.blocks = blocks

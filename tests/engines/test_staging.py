@@ -35,6 +35,8 @@ CHILDS_WAY = "LMCACHE_TESTED_WAY"
 """The environment variable that tells a child which of these it tries."""
 INTERPRETED = os.environ.get(CHILDS_WAY)
 
+CHOICE = f"{Path(__file__).with_name('test_way_choice.py')}::test_what_really_works_here_is_measured_and_copies"
+
 LESS = ("-k", "not partly and not out")
 """The interpreter is slow, and what lies between is the same whoever gathers."""
 
@@ -58,10 +60,10 @@ class TestOnTheCPU(DeviceScenarios):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton is installed")
 @pytest.mark.timeout(600)
 def test_the_kernels_pass_the_same_scenarios_in_tritons_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestOnTheCPU", *LESS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *LESS, f"{__file__}::TestOnTheCPU"]
     children = [
         subprocess.Popen(
-            command,
+            [*command, CHOICE] if way is Way.KERNEL else command,
             env={**os.environ, "TRITON_INTERPRET": "1", CHILDS_WAY: way.value},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -230,8 +232,10 @@ def test_the_way_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError) as refused:
         chosen_way()
     assert str(refused.value) == (
-        "LMCACHE_DEVICE_COPY is 'fast'; known are gather, kernel, reach, batch; or leave it unset"
+        "LMCACHE_DEVICE_COPY is 'fast'; known are gather, kernel, reach, batch, measure; or leave it unset"
     )
+    monkeypatch.setenv("LMCACHE_DEVICE_COPY", "measure")
+    assert chosen_way() is None
 
 
 def test_a_cpu_has_no_batched_copies_and_no_node_of_its_own() -> None:
