@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_stand import CELL, PATIENCE_S, RunningServer, wait_until
+from core_stand import CELL, GEOMETRY, PATIENCE_S, RunningServer, ServerProcess, prompt, wait_until
 from false_peer import CELLS, FULL, FalsePeer, contents, identity, store_at
+from tier_stand import TinyEngine
 
 from lmcache.core.blob import Loaded
 from lmcache.core.cells import pack_cells
+from lmcache.core.control import Control
 from lmcache.core.curve import new_keys
 from lmcache.core.protocol import (
     PROTOCOL,
@@ -196,6 +198,22 @@ def test_a_shard_that_the_peer_did_not_take_is_not_said_to_be_there(
 ) -> None:
     store = store_of(peer({Reserve: lambda q: Reserved(q.id, 0, placed, b"", CELLS)}))
     assert store.store(BLOB, [memoryview(FULL)], soon()) == kept
+
+
+def test_a_server_does_not_take_what_its_peer_refused_for_stored(peer: Peer) -> None:
+    refusing = peer({Peek: lambda q: Peeked(q.id, bytes(1)), Reserve: lambda q: Reserved(q.id, 0, b"", b"", CELLS)})
+    ours = ServerProcess(0, "--l2", f"peer://127.0.0.1:{refusing.port}")
+    engine = TinyEngine(ours.address, GEOMETRY)
+    try:
+        engine.store(prompt(1, 3))
+        with Control(ours.address) as control:
+            control.wait_idle()
+        (report,) = ours.status()["tiers"]
+        assert (report["counters"]["lost"], report["counters"]["stored"], report["counters"]["errors"]) == (3, 0, 0)
+        assert report["usable"]  # it is no failure
+    finally:
+        engine.close()
+        ours.close()
 
 
 def test_a_peer_is_not_written_on_eviction_for_chains_leave_from_their_end() -> None:
