@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -183,39 +183,41 @@ def _rewritten(parsed: TierURL, path: str, more: dict[str, str]) -> str:
 class PlainRun:
     """As many plain blobs as a prompt has, written and read by as many threads as the tier has."""
 
-    def __init__(self, subject: TierSubject, blobs: int, payload: Bytes) -> None:
-        self._store, self._blobs, threads = subject.plain, blobs, subject.settings.threads
-        self._pool = ThreadPoolExecutor(threads, initializer=self._prepare)
-        self._own: dict[int, memoryview] = {}
-        self._payload = payload.data
-        self._header = memoryview(mmap.mmap(-1, ALIGNMENT))
+    def __init__(self, subject: TierSubject) -> None:
+        self._store, threads = subject.plain, subject.settings.threads
+        self._own = threading.local()
+        self._pool = ThreadPoolExecutor(threads)
         self._written: list[list[str]] = []
 
-    def _prepare(self) -> None:
-        """Each thread reads into memory of its own, which exists by then."""
-        memory = mmap.mmap(-1, ALIGNMENT + len(self._payload))
-        memory[:] = bytes(len(memory))
-        self._own[threading.get_ident()] = memoryview(memory)
-
-    def write(self) -> float:
-        """Write a prompt's blobs; returns seconds."""
-        names = [secrets.token_hex(KEY_DIGITS // 2) for _ in range(self._blobs)]
-        started = time.perf_counter()
-        list(self._pool.map(lambda name: self._store.write(name, [self._header, self._payload]), names))
+    def write(self, blobs: Sequence[Sequence[memoryview]]) -> float:
+        """Write a prompt's blobs, which lie in these buffers; returns seconds."""
+        names = [secrets.token_hex(KEY_DIGITS // 2) for _ in blobs]
         self._written.append(names)
-        return time.perf_counter() - started
+        return self._timed(self._store.write, names, blobs)
 
-    def read(self, age: int) -> float:
+    def read(self, age: int, into: Sequence[Sequence[memoryview]]) -> float:
         """Read the blobs that were written `age` writes before the last; older ones are forgotten. Returns seconds."""
         while len(self._written) > age + 1:
             self._store.remove(self._written.pop(0))
-        names = self._written[0]
+        return self._timed(self._store.read, self._written[0], into)
+
+    def _timed(
+        self,
+        call: Callable[[str, Sequence[memoryview]], None],
+        names: Sequence[str],
+        blobs: Sequence[Sequence[memoryview]],
+    ) -> float:
         started = time.perf_counter()
-        list(self._pool.map(self._read, names))
+        for _ in self._pool.map(lambda name, blob: call(name, [self._header(), *blob]), names, blobs):
+            pass
         return time.perf_counter() - started
 
-    def _read(self, name: str) -> None:
-        self._store.read(name, [self._own[threading.get_ident()]])
+    def _header(self) -> memoryview:
+        """A blob has one; each thread has its own."""
+        if not hasattr(self._own, "header"):
+            self._own.header = memoryview(mmap.mmap(-1, ALIGNMENT))
+        header: memoryview = self._own.header
+        return header
 
     def close(self) -> None:
         """Remove what was written."""

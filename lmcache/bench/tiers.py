@@ -1,13 +1,16 @@
 """Row 7: blobs between arena and storage tiers, through a live server, against the same bytes moved plainly.
 
 One sample is a prompt. Stored: committed, until the tier has all of it. Restored: a lookup of a prompt that L1 has
-evicted, until the final answer is there; every byte of it was verified by then, and is compared here once more. Right
-after, as many bytes are written and read plainly: the same sizes, threads and flags, on the same device.
+evicted, until the final answer is there; every byte of it was verified by then, and is compared here once more. Beside
+each, as many bytes are written and read plainly: the same sizes, threads and flags, on the same device, and from and
+into the same memory, for on virtual machines a device may be three times as fast with some of it as with other
+(docs/decisions/0029).
 """
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from statistics import median
 
@@ -25,6 +28,7 @@ from lmcache.core.cells import unpack_cells
 from lmcache.core.control import Control
 from lmcache.core.keys import HASH_BYTES, namespace_digest
 from lmcache.core.link import Link
+from lmcache.core.protocol import Reserved
 from lmcache.errors import LMCacheError
 from lmcache.geometry.fingerprint import geometry_facts
 
@@ -79,7 +83,7 @@ def measure_tier(
     )
     step(f"{subject}, {shape}: preparing")
     payload = page_aligned(kv_like(shape.object_bytes))
-    plain = PlainRun(subject, chunks, payload)
+    plain = PlainRun(subject)
     try:
         with (
             ServerUnderTest(*arguments) as server,
@@ -115,15 +119,37 @@ class _TierRun:
         self._prompts: list[bytes] = []
         self._samples = {"store": Samples(), "restore": Samples()}
         self._verified = 0
+        self._same_memory = 0
 
     def round(self, plain: PlainRun, *, counts: bool) -> None:
-        """Store one prompt and restore an older one, each with its yardstick right after."""
+        """Store one prompt and restore an older one, each with its yardstick."""
         hashes = os.urandom(HASH_BYTES * self._chunks)
         self._prompts.append(hashes)
-        self._sample("store", partial(self._store, hashes), plain.write, counts=counts)
+        reserved = self._fill(hashes)
+        store, plain_write = partial(self._store, reserved.reservation), partial(self._plainly, plain.write, reserved)
+        self._sample("store", store, plain_write, counts=counts)
         if len(self._prompts) > AGE:
-            old = self._prompts[-1 - AGE]
-            self._sample("restore", partial(self._restore, old), partial(plain.read, AGE), counts=counts)
+            # what is given back is what L1 hands out next
+            room = self._reserve(os.urandom(HASH_BYTES * self._chunks))
+            own = self._plainly(partial(plain.read, AGE), room)
+            self._worker.abort(room.reservation)
+            restore = partial(self._restore, self._prompts[-1 - AGE], set(unpack_cells(room.cells)))
+            self._sample("restore", restore, lambda: own, counts=counts)
+
+    def _plainly(self, move: Callable[[Sequence[Sequence[memoryview]]], float], reserved: Reserved) -> float:
+        """Seconds that plain calls take for the same memory."""
+        size, objects = self._worker.cell_bytes, list(self._cells(reserved.cells))
+        lengths = [min(size, len(self._payload) - at) for at in range(0, len(self._payload), size)]
+        with self._worker.copying() as memory:
+            views = [
+                [memory[cell * size : cell * size + length] for cell, length in zip(cells, lengths, strict=True)]
+                for cells in objects
+            ]
+            try:
+                return move(views)
+            finally:  # one that outlives the block would keep the mapping
+                for view in itertools.chain.from_iterable(views):
+                    view.release()
 
     def _sample(self, what: str, served: Callable[[], float], plain: Callable[[], float], *, counts: bool) -> None:
         before = self._counters()
@@ -144,9 +170,8 @@ class _TierRun:
 
     # ---------------------------------------------------------------------------------------------------- what is timed
 
-    def _store(self, hashes: bytes) -> float:
+    def _store(self, reservation: int) -> float:
         """Seconds from the commit until the tier has it."""
-        reservation = self._fill(hashes)
         aim = self._counters()["stored"] + self._chunks
         started = time.perf_counter()
         self._worker.commit(reservation)
@@ -156,38 +181,41 @@ class _TierRun:
             time.sleep(0.001)
         return time.perf_counter() - started
 
-    def _restore(self, hashes: bytes) -> float:
-        """Seconds from the question until the final answer."""
+    def _restore(self, hashes: bytes, room: Container[int]) -> float:
+        """Seconds from the question until the final answer. `room`: the cells that plain calls have used."""
         tokens, loaded = self._chunks * self._shape.chunk_size, self._counters()["loaded"]
         started = time.perf_counter()
         found = self._scheduler.lookup("bench", hashes, tokens).wait()
         seconds = time.perf_counter() - started
         if found.tokens != tokens or self._counters()["loaded"] - loaded != self._chunks:
             raise LMCacheError(f"a restore of {tokens} stored tokens hit {found.tokens}: no figure comes of that")
-        self._compare(found.ticket, hashes)
+        self._compare(found.ticket, hashes, room)
         return seconds
 
     # ------------------------------------------------------------------------------------------------------ around that
 
-    def _fill(self, hashes: bytes) -> int:
+    def _fill(self, hashes: bytes) -> Reserved:
+        reserved = self._reserve(hashes)
+        with self._worker.copying() as memory:
+            for number, cells in enumerate(self._cells(reserved.cells)):
+                self._stamp(hashes, number)
+                self._copy(memory, cells, into_arena=True)
+        return reserved
+
+    def _reserve(self, hashes: bytes) -> Reserved:
         until = time.monotonic() + MOST_SECONDS
         while True:
             reserved = self._worker.reserve("bench", b"", hashes, self._shape.number, 0)
             if len(reserved.placed) == self._chunks:
-                break
+                return reserved
             # memory is put behind a new arena by and by
             if reserved.reservation:
                 self._worker.abort(reserved.reservation)
             if time.monotonic() > until:
                 raise LMCacheError("the server got no memory for its arena", remedy="free some, or use --quick")
             time.sleep(0.1)
-        with self._worker.copying() as memory:
-            for number, cells in enumerate(self._cells(reserved.cells)):
-                self._stamp(hashes, number)
-                self._copy(memory, cells, into_arena=True)
-        return reserved.reservation
 
-    def _compare(self, ticket: int, hashes: bytes) -> None:
+    def _compare(self, ticket: int, hashes: bytes, room: Container[int]) -> None:
         opened = self._worker.open(ticket)
         with self._worker.copying() as memory:
             for number, cells in enumerate(self._cells(opened.cells[self._shape.number])):
@@ -195,6 +223,7 @@ class _TierRun:
                 if not self._copy(memory, cells, into_arena=False):
                     raise LMCacheError("a blob came back changed: that is a bug, not a figure")
                 self._verified += 1
+                self._same_memory += sum(cell in room for cell in cells)
         if not self._worker.confirm(ticket):
             raise LMCacheError("a ticket did not hold, though nobody else uses the server: that is a bug")
 
@@ -258,6 +287,7 @@ class _TierRun:
                     "blobs": len(samples.server) * self._chunks,
                     "blob_bytes": self._shape.object_bytes + ALIGNMENT,
                     "blobs_compared": self._verified,
+                    "cells_in_the_same_memory": self._same_memory,
                 },
             )
             yield figure(7, f"{what}, speed", where, [size / each / 2**30 for each in samples.server], "GiB/s")

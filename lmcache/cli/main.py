@@ -117,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with cli.make_context("lmcache", arguments.copy()) as ctx:
             cli.invoke(ctx)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
     except click.exceptions.Exit as end:
         return end.exit_code
     except _NO_COMMAND_NAMED as error:

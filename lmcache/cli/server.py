@@ -292,7 +292,7 @@ def _serve(config: "ServerConfig", chosen: Chosen, record: str | None, record_by
         tiers = [(tier.blobs, tier.settings) for tier in map(plugins.open_tier, chosen.tiers)]
         running = Server(config, policy, recorder, speakers, tiers)
         _stop_on_signals(running)
-        click.echo(_ready_line(running, policy.name))
+        _say(_ready_line(running, policy.name))
         _run(running, plugins)
 
 
@@ -330,6 +330,19 @@ def _stop_on_signals(running: "Server") -> None:
         signal.signal(number, stop)
     # a signal that comes to another thread, or just before the loop starts to wait, does not end the wait by itself
     signal.set_wakeup_fd(running.wake_descriptor, warn_on_full_buffer=False)
+
+
+def _say(line: str) -> None:
+    """Print a line that nobody needs: standard output may be a file on a disk that is full, and the server serves."""
+    import logging
+
+    try:
+        click.echo(line)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or it would be tried again at the end
+        logging.getLogger("lmcache.server").warning("standard output takes nothing (%s): %s", error.strerror, line)
 
 
 def _ready_line(running: "Server", policy: str) -> str:

@@ -7,6 +7,7 @@ by tiering's threads, and by `lmcache tier`; blocks.
 import enum
 import mmap
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -124,10 +125,12 @@ class BlobStore:
         key, raw = self.key(identity), sum(map(len, into))
         head = self._scratch.header(header_bytes(self._encoded_facts(identity)))
         body = list(into) if self.codec is None else [self._scratch.payload(_most_stored(raw))]
-        length = self.tier.load(key, [head, *body], deadline)
+        checksum, length = _RunningChecksum(body), 0
+        for length in self.tier.load_in_pieces(key, [head, *body], deadline):
+            checksum.advance(length - len(head))
         if not length:
             return Loaded.ABSENT
-        answer = self._verified(key, raw, head[:length], body, length)
+        answer = self._verified(key, raw, head[:length], body, length, checksum)
         if isinstance(answer, BlobHeader):
             if self.codec is None or self._decoded(self.codec, body[0][: answer.stored_bytes], into, key):
                 return Loaded.LOADED
@@ -171,7 +174,7 @@ class BlobStore:
 
     @staticmethod
     def _verified(
-        key: str, raw: int, head: memoryview, body: Sequence[memoryview], length: int
+        key: str, raw: int, head: memoryview, body: Sequence[memoryview], length: int, checksum: "_RunningChecksum"
     ) -> BlobHeader | Finding:
         """The header of what was read, if everything about it is right."""
         header = read_header(head)
@@ -184,7 +187,8 @@ class BlobStore:
             and header.header_bytes == len(head)
             and header.blob_bytes == length
             and header.stored_bytes <= sum(map(len, body))
-            and header.checksum == _checksum(body, header.stored_bytes)
+            # of all that was read behind the header: that is the payload, by what has been said before
+            and header.checksum == checksum.digest()
         )
         return header if right else Finding.DAMAGED
 
@@ -211,15 +215,37 @@ def _most_stored(raw: int) -> int:
     return raw + raw // 64 + ALIGNMENT
 
 
-def _checksum(parts: Sequence[Buffer], length: int | None = None) -> bytes:
-    """xxh3_128 of `parts` joined, or of their first `length` bytes."""
+def _checksum(parts: Sequence[Buffer]) -> bytes:
+    """xxh3_128 of `parts` joined."""
     state = xxhash.xxh3_128()
     for part in parts:
-        if length is not None:
-            part = memoryview(part)[:length]  # noqa: PLW2901  # the rest is not hashed
-            length -= len(part)
         state.update(part)
     return state.digest()
+
+
+class _RunningChecksum:
+    """The same, of buffers that are being filled from the first byte on: what is there is hashed at once."""
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self._state = xxhash.xxh3_128()
+        self._rest = deque(parts)
+        self._done = 0
+
+    def advance(self, count: int) -> None:
+        """The first `count` bytes are there, or all, if they are fewer."""
+        new = count - self._done
+        while new > 0 and self._rest:
+            part = self._rest.popleft()
+            if len(part) > new:
+                self._rest.appendleft(part[new:])
+                part = part[:new]
+            self._state.update(part)
+            self._done += len(part)
+            new -= len(part)
+
+    def digest(self) -> bytes:
+        """Of what has come so far."""
+        return self._state.digest()
 
 
 class _Scratch(threading.local):

@@ -79,9 +79,9 @@ class Carrier:
 
     # ------------------------------------------------------------------------------------------------ the link's calls
 
-    def fetch(self, ticket: int) -> Fetch:
-        """Bring the cells of a ticket that has just been opened into the mirror. Does not wait."""
-        fetch = Fetch(ticket)
+    def fetch(self, ticket: int, opening: int) -> Fetch:
+        """Bring the cells that an answer has just opened into the mirror. Does not wait."""
+        fetch = Fetch(ticket, opening)
         self._new_fetches.append(fetch)
         self._wake()
         return fetch
@@ -95,6 +95,11 @@ class Carrier:
     def unsent_bytes(self) -> int:
         """Granted to this worker, and not yet all sent and committed, or aborted."""
         return self._shipments.unsent_bytes
+
+    @property
+    def moved(self) -> float:
+        """When bytes of any fetch came last."""
+        return self._shipments.moved
 
     def object_bytes(self, group: int) -> int:
         """Bytes of one object of a group."""

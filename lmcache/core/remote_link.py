@@ -69,13 +69,14 @@ class RemoteLink(Link):
     def open(self, ticket: int) -> Opened:
         """Fetch this rank's part of a hit, and say where it lies. Worker."""
         opened = super().open(ticket)
-        self._fetch(ticket)
+        self._fetch(ticket, opened.id)
         return opened
 
-    def _fetch(self, ticket: int) -> None:
-        fetch = self._carrier.fetch(ticket)
+    def _fetch(self, ticket: int, opening: int) -> None:
+        started = time.monotonic()
+        fetch = self._carrier.fetch(ticket, opening)
         while not fetch.done.wait(_LOOK_SECONDS):
-            if time.monotonic() > fetch.moved + self._deadline:
+            if time.monotonic() > max(started, self._carrier.moved) + self._deadline:
                 raise self._channel.late()
         if fetch.failure:
             if isinstance(fetch.failure, LinkLost):
@@ -93,7 +94,7 @@ class RemoteLink(Link):
         taken = self._call(Take(next(self._ids), chain_hash, group, shard), Taken)
         if not taken.ticket:
             return None
-        self._fetch(taken.ticket)
+        self._fetch(taken.ticket, taken.id)
         return taken
 
     def object_bytes(self, group: int) -> int:

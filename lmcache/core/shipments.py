@@ -38,7 +38,9 @@ from lmcache.core.rights import Piece, Rights, pieces
 from lmcache.errors import LinkLost, LMCacheError, ProtocolError, Refused
 
 WINDOW = 8
-"""Pieces that are under way in each direction: enough to keep a fast network busy, few enough to let others pass."""
+"""Pieces that are under way in each direction, of all stores or of all loads: enough to keep a fast network busy, few
+enough to let others pass. A server drops a client for which it has several times as many answers.
+"""
 
 
 @attrs.define(eq=False)
@@ -52,6 +54,8 @@ class Parcel:
     """Pieces under way."""
     over: bool = False
     """Whether nobody needs it any more."""
+    given: bool = False
+    """Whether its places may be others'."""
 
     @property
     def bytes(self) -> int:
@@ -64,12 +68,12 @@ class Fetch:
     """Cells of a ticket that are on their way into the mirror."""
 
     ticket: int
+    opening: int
+    """Id of the answer that opened it: the same ticket may be opened twice, by two threads at once."""
     parcel: Parcel | None = None
     wanted: deque[Piece] = attrs.field(factory=deque)
     coming: dict[int, Piece] = attrs.field(factory=dict)
     """By the id of their `Read`."""
-    moved: float = attrs.field(factory=time.monotonic)
-    """When the last bytes came."""
     done: threading.Event = attrs.field(factory=threading.Event)
     failure: LMCacheError | None = None
 
@@ -93,12 +97,14 @@ class Shipments:
         self._rights = Rights()
         self._ids = itertools.count(-1, -1)  # the link's are positive
         self._reserved: dict[int, Parcel] = {}
-        self._opened: dict[int, list[Parcel]] = {}
-        """By ticket: it may be opened again, and whoever opened it before may still be copying."""
+        self._opened: dict[int, dict[int, Parcel]] = {}
+        """By ticket and opening: it may be opened again, and whoever opened it before may still be copying."""
         self._sendings: deque[_Sending] = deque()
         self._writing: dict[int, Parcel] = {}  # by the id of a `Write` under way
         self._committing: dict[int, Parcel] = {}  # by the id of a `Commit` that is not answered
         self._fetches: list[Fetch] = []
+        self.moved = time.monotonic()
+        """When bytes of any fetch came last, or the first of them was begun: they take turns. Any thread may look."""
 
     def object_bytes(self, group: int) -> int:
         """Bytes of one object of a group. Any thread."""
@@ -116,7 +122,7 @@ class Shipments:
             case Abort() if request.reservation in self._reserved:
                 self._sent(self._reserved.pop(request.reservation))
             case Confirm() | Drop():
-                for parcel in self._opened.pop(request.ticket, ()):
+                for parcel in self._opened.pop(request.ticket, {}).values():
                     self._release(parcel)
         self._rights.asked(request)
         return True
@@ -147,7 +153,7 @@ class Shipments:
         parcel = self._parcel(self._rights.opened_cells(ticket), b"".join(packed), spare=self._rights.arena_cells)
         if parcel is None:
             return reply  # `fetch` says so
-        self._opened.setdefault(ticket, []).append(parcel)
+        self._opened.setdefault(ticket, {})[reply.id] = parcel
         cells = [_translated(parcel, each) for each in packed]
         return msgspec.structs.replace(reply, cells=cells[0] if isinstance(reply, Taken) else cells)
 
@@ -167,7 +173,8 @@ class Shipments:
 
     def _release(self, parcel: Parcel) -> None:
         parcel.over = True
-        if not parcel.moving and self.mirror is not None:
+        if not parcel.moving and not parcel.given and self.mirror is not None:
+            parcel.given = True
             self.mirror.give(parcel.places.values())
 
     def _arrived(self, parcel: Parcel) -> None:
@@ -203,9 +210,10 @@ class Shipments:
 
     def begin(self, fetch: Fetch) -> None:
         """Fetch what a ticket has opened."""
-        parcels = self._opened.get(fetch.ticket)
-        if parcels:
-            fetch.parcel = parcels[-1]
+        if not self._fetches:
+            self.moved = time.monotonic()
+        fetch.parcel = self._opened.get(fetch.ticket, {}).get(fetch.opening)
+        if fetch.parcel:
             fetch.wanted.extend(pieces(fetch.parcel.cells))
         else:
             fetch.failure = Refused(
@@ -216,8 +224,19 @@ class Shipments:
 
     def reads(self) -> Iterator[Read]:
         """What to ask for next, as far as the window allows."""
-        for fetch in self._fetches:
-            while fetch.wanted and fetch.parcel and len(fetch.coming) < WINDOW:
+        coming = sum(len(fetch.coming) for fetch in self._fetches)
+        for fetch in list(self._fetches):
+            while fetch.wanted and fetch.parcel and coming < WINDOW:
+                if fetch.parcel.over:  # its ticket has ended: the places may be others'
+                    fetch.failure = Refused(
+                        f"ticket {fetch.ticket} ended before it was fetched",
+                        code=ErrorCode.STALE,
+                        remedy="look up again",
+                    )
+                    fetch.wanted.clear()
+                    self._end_if_done(fetch)
+                    break
+                coming += 1
                 piece = fetch.wanted.popleft()
                 request = Read(next(self._ids), fetch.ticket, piece.cell, piece.offset, piece.length)
                 fetch.coming[request.id] = piece
@@ -233,7 +252,7 @@ class Shipments:
         if fetch is None or fetch.parcel is None:
             raise ProtocolError(f"the server answered request {reply.id} with {type(reply).__name__}")
         piece = fetch.coming[reply.id]
-        fetch.moved = time.monotonic()
+        self.moved = time.monotonic()
         if isinstance(reply, Contents):
             if len(contents) != piece.length or xxhash.xxh3_64_intdigest(contents) != reply.checksum:
                 raise ProtocolError(f"{len(contents)} bytes for a piece of {piece.length} that are not what was sent")
@@ -251,9 +270,8 @@ class Shipments:
         if fetch.wanted or fetch.coming:
             return
         self._fetches.remove(fetch)
-        opened = self._opened.get(fetch.ticket, [])
-        if fetch.failure and fetch.parcel in opened:  # nobody will copy from it
-            opened.remove(fetch.parcel)
+        if fetch.failure and fetch.parcel:  # nobody will copy from it
+            self._opened.get(fetch.ticket, {}).pop(fetch.opening, None)
             self._release(fetch.parcel)
         fetch.done.set()
 

@@ -109,6 +109,14 @@ class StorageTier(abc.ABC):
         buffers behind a shorter blob's end may be changed. Raises TierError, or OSError, when it could not be read.
         """
 
+    def load_in_pieces(self, key: str, into: Sequence[memoryview], deadline: float) -> Iterator[int]:
+        """As `load`, for who has work to do with what is there while the rest is read.
+
+        Gives the number of bytes, from the blob's start, that are in the buffers by then, as often as it likes, and
+        last of all what `load` returns. A tier that reads in one go need not define it.
+        """
+        yield self.load(key, into, deadline)
+
     @abc.abstractmethod
     def contains(self, keys: Sequence[str], deadline: float) -> list[bool]:
         """For each key, whether there is a blob under it, as far as can be told without reading it."""

@@ -34,7 +34,7 @@ SETTING = "LMCACHE_DEVICE_COPY"
 
 
 class Way(enum.Enum):
-    """How the pages of an object cross. Which one is the fastest has not been measured."""
+    """How the pages of an object cross, the simplest first. Which one is the fastest has not been measured."""
 
     GATHER = "gather"
     """Torch gathers them on the device, a call a layer; then one copy a run of cells."""
@@ -46,13 +46,19 @@ class Way(enum.Enum):
     """A copy a page, all in one call where the driver takes that, where the arena is locked; elsewhere as GATHER."""
 
 
-def chosen_way() -> Way:
-    """By the environment; GATHER by default. Raises ConfigError for a word that is none."""
+MEASURE = "measure"
+"""Word of the environment variable that has ways tried when pages are registered (way_choice.py)."""
+
+
+def chosen_way() -> Way | None:
+    """By the environment: GATHER by default, None for the fastest here. Raises ConfigError for a word that is none."""
     word = os.environ.get(SETTING, "") or Way.GATHER.value
+    if word == MEASURE:
+        return None
     try:
         return Way(word)
     except ValueError:
-        known = ", ".join(way.value for way in Way)
+        known = ", ".join([*(way.value for way in Way), MEASURE])
         raise ConfigError(f"{SETTING} is {word!r}", remedy=f"known are {known}; or leave it unset") from None
 
 
@@ -79,25 +85,30 @@ class Device:
         """Return when every kernel that was submitted has ended: pages hold what the step computed."""
         self._module.synchronize(self.device)
 
-    def mark(self) -> Any:
-        """A point behind everything that this thread has submitted so far; pass it to `reached`."""
-        event = self._module.Event()
-        event.record()
-        return event
+    def mark(self, *streams: Any) -> Any:
+        """A point behind everything that was submitted so far to the current stream and `streams`, for `reached`."""
+        events = []
+        for stream in (None, *streams):
+            event = self._module.Event()
+            event.record(*([] if stream is None else [stream]))
+            events.append(event)
+        return events
 
     def reached(self, mark: Any) -> None:
         """Return when the device has come to `mark`: what the engine did to newly allocated blocks is done."""
-        mark.synchronize()
+        for event in mark:
+            event.synchronize()
 
     @contextlib.contextmanager
-    def behind_step(self) -> Iterator[None]:
-        """A context in which this thread submits to another stream, behind what it has submitted so far.
+    def behind_step(self, *streams: Any) -> Iterator[None]:
+        """A context in which this thread submits to another stream, behind what was submitted so far; as `mark`.
 
         The device waits for that and the caller does not. For one thread, which takes the same stream every time.
         """
         if self._beside is None:
             self._beside = self._new_stream()
-        self._beside.wait_event(self.mark())
+        for event in self.mark(*streams):
+            self._beside.wait_event(event)
         with self._module.stream(self._beside):
             yield
 
@@ -130,12 +141,14 @@ class StagedPages:
     ) -> None:
         """By default the way of the environment, what the device reaches, and the driver's batched copies.
 
+        Where the environment wants ways to be measured, that is for `way_choice.staged_maker`, and GATHER here.
+
         Raises ConfigError for a device that lmcache has not been tried on.
         """
         device = tensors[0].device
         check_device(device)
         self.device = Device(device)
-        self.way = way or chosen_way()
+        self.way = way or chosen_way() or Way.GATHER
         self.reach = reach or reach_of(device)
         self.many = many or copy_many(device)
         self.blocks = blocks

@@ -57,8 +57,12 @@ def reserve(ours: Shipments, number: int, *cells: int) -> tuple[int, ...]:
 
 
 def open_ticket(ours: Shipments, ticket: int, *cells: int) -> tuple[int, ...]:
-    ours.asked(Open(ticket, ticket, "epoch"))
-    told = ours.answered(Opened(ticket, 16 * len(cells), [0], [pack_cells(cells)], CELLS))
+    return reopen(ours, ticket, ticket, *cells)
+
+
+def reopen(ours: Shipments, number: int, ticket: int, *cells: int) -> tuple[int, ...]:
+    ours.asked(Open(number, ticket, "epoch"))
+    told = ours.answered(Opened(number, 16 * len(cells), [0], [pack_cells(cells)], CELLS))
     assert isinstance(told, Opened)
     return unpack_cells(told.cells[0])
 
@@ -123,7 +127,7 @@ def test_no_more_is_under_way_than_the_window() -> None:
 def test_bytes_that_come_after_a_ticket_has_ended_hit_nobody() -> None:
     ours = shipments()
     (place,) = open_ticket(ours, 5, 9)
-    fetch = Fetch(5)
+    fetch = Fetch(5, 5)
     ours.begin(fetch)
     (read,) = ours.reads()
     ours.asked(Confirm(6, 5, "epoch"))  # the engine gave up waiting
@@ -136,15 +140,68 @@ def test_bytes_that_come_after_a_ticket_has_ended_hit_nobody() -> None:
 def test_a_ticket_that_is_opened_again_does_not_take_the_memory_of_who_still_copies() -> None:
     ours = shipments()
     first = open_ticket(ours, 5, 9)
-    assert set(open_ticket(ours, 5, 9)).isdisjoint(first)
-    ours.asked(Confirm(6, 5, "epoch"))
+    assert set(reopen(ours, 6, 5, 9)).isdisjoint(first)
+    ours.asked(Confirm(7, 5, "epoch"))
     assert held(ours) == 0
+
+
+def test_each_opening_of_a_ticket_is_filled_in_its_own_places() -> None:
+    ours = shipments()
+    assert ours.mirror is not None
+    places = [*open_ticket(ours, 5, 9), *reopen(ours, 6, 5, 9)]  # both before either is fetched
+    for number, byte in ((6, b"y"), (5, b"x")):
+        ours.begin(fetch := Fetch(5, number))
+        (read,) = ours.reads()
+        ours.note(*contents(read, byte))
+        assert fetch.done.is_set()
+    assert [bytes(ours.mirror.memory[place * CELL : place * CELL + 1]) for place in places] == [b"x", b"y"]
+
+
+def test_an_opening_that_has_no_room_is_not_served_from_another_one_of_its_ticket() -> None:
+    ours = shipments()
+    open_ticket(ours, 5, *range(CELLS))
+    reopen(ours, 6, 5, *range(CELLS))
+    ours.begin(fetch := Fetch(5, 6))
+    assert isinstance(fetch.failure, Refused)
+
+
+def test_no_more_is_under_way_than_the_window_however_many_loads_there_are() -> None:
+    """A server drops a client that it has too many answers for."""
+    ours = shipments()
+    fetches = []
+    for number in range(5, 5 + WINDOW):
+        open_ticket(ours, number, 3 * number, 3 * number + 1)
+        fetches.append(Fetch(number, number))
+        ours.begin(fetches[-1])
+    under_way = list(ours.reads())
+    assert len(under_way) == WINDOW
+    while under_way:
+        ours.note(*contents(under_way.pop(0), b"z"))
+        under_way += ours.reads()
+        assert len(under_way) <= WINDOW
+    assert all(fetch.done.is_set() and not fetch.failure for fetch in fetches)
+
+
+def test_a_load_that_waits_its_turn_while_its_ticket_ends_fails_and_gives_its_places_once() -> None:
+    ours = shipments()
+    open_ticket(ours, 5, *range(WINDOW))
+    open_ticket(ours, 6, WINDOW)
+    ours.begin(Fetch(5, 5))
+    ours.begin(late := Fetch(6, 6))
+    under_way = list(ours.reads())
+    ours.asked(Confirm(7, 6, "epoch"))
+    assert held(ours) == WINDOW
+    ours.note(*contents(under_way[0], b"z"))
+    assert list(ours.reads()) == []
+    assert isinstance(late.failure, Refused)
+    assert late.done.is_set()
+    assert held(ours) == WINDOW
 
 
 def test_a_load_that_failed_holds_no_memory() -> None:
     ours = shipments()
     open_ticket(ours, 5, 9, 10)
-    fetch = Fetch(5)
+    fetch = Fetch(5, 5)
     ours.begin(fetch)
     first, second = ours.reads()
     ours.note(Error(first.id, ErrorCode.STALE, "gone", "open it again"), memoryview(b""))
@@ -171,7 +228,7 @@ def test_wrong_bytes_and_wrong_lengths_end_the_conversation_and_are_not_kept(lie
     (place,) = open_ticket(ours, 5, 9)
     assert ours.mirror is not None
     ours.mirror.memory[place * CELL : (place + 1) * CELL] = b"o" * CELL
-    fetch = Fetch(5)
+    fetch = Fetch(5, 5)
     ours.begin(fetch)
     (read,) = ours.reads()
     with pytest.raises(ProtocolError):
@@ -202,7 +259,7 @@ def test_more_than_the_mirror_has_room_for_is_not_loaded_and_a_store_still_fits(
     ours = shipments()
     open_ticket(ours, 5, *range(CELLS))
     open_ticket(ours, 6, *range(CELLS))
-    fetch = Fetch(6)
+    fetch = Fetch(6, 6)
     ours.begin(fetch)
     assert isinstance(fetch.failure, Refused)
     assert fetch.done.is_set()

@@ -28,12 +28,15 @@ from lmcache.engines.crossing import Crossing
 from lmcache.engines.cuda import MEMCPY_BATCH, BatchedCopies, check_device, copy_many
 from lmcache.engines.pinning import Everywhere, Pins
 from lmcache.engines.staging import Way, chosen_way
+from lmcache.engines.way_choice import staged_maker
 from lmcache.errors import ConfigError
 
 KERNELS = {Way.KERNEL, Way.REACH}
 CHILDS_WAY = "LMCACHE_TESTED_WAY"
 """The environment variable that tells a child which of these it tries."""
 INTERPRETED = os.environ.get(CHILDS_WAY)
+
+CHOICE = f"{Path(__file__).with_name('test_way_choice.py')}::test_what_really_works_here_is_measured_and_copies"
 
 LESS = ("-k", "not partly and not out")
 """The interpreter is slow, and what lies between is the same whoever gathers."""
@@ -58,10 +61,10 @@ class TestOnTheCPU(DeviceScenarios):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton is installed")
 @pytest.mark.timeout(600)
 def test_the_kernels_pass_the_same_scenarios_in_tritons_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestOnTheCPU", *LESS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *LESS, f"{__file__}::TestOnTheCPU"]
     children = [
         subprocess.Popen(
-            command,
+            [*command, CHOICE] if way is Way.KERNEL else command,
             env={**os.environ, "TRITON_INTERPRET": "1", CHILDS_WAY: way.value},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -221,6 +224,20 @@ def test_accelerators_that_nobody_has_tried_are_refused(monkeypatch: pytest.Monk
         check_device(torch.device("cuda", 0))
 
 
+@pytest.mark.parametrize("word", ["", "batch", "measure"])
+@pytest.mark.parametrize(
+    ("kind", "hip", "told"), [("xpu", None, "xpu:0, a kind of device"), ("cuda", "7.2", "cuda:0 of ROCm 7.2")]
+)
+def test_pages_on_accelerators_that_nobody_has_tried_are_refused_before_anything_is_done(
+    kind: str, hip: str | None, told: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setenv("LMCACHE_DEVICE_COPY", word)
+    tensor = SimpleNamespace(device=torch.device(kind, 0))  # whatever else is asked of it would raise
+    with pytest.raises(ConfigError, match=f"the KV caches are on {told}.*run without the connector"):
+        staged_maker([tensor], [staging.PageView(0, 64, 64)], 4)  # type: ignore[list-item]
+
+
 def test_the_way_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LMCACHE_DEVICE_COPY", raising=False)
     assert chosen_way() is Way.GATHER
@@ -230,8 +247,10 @@ def test_the_way_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError) as refused:
         chosen_way()
     assert str(refused.value) == (
-        "LMCACHE_DEVICE_COPY is 'fast'; known are gather, kernel, reach, batch; or leave it unset"
+        "LMCACHE_DEVICE_COPY is 'fast'; known are gather, kernel, reach, batch, measure; or leave it unset"
     )
+    monkeypatch.setenv("LMCACHE_DEVICE_COPY", "measure")
+    assert chosen_way() is None
 
 
 def test_a_cpu_has_no_batched_copies_and_no_node_of_its_own() -> None:

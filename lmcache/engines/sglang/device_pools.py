@@ -9,8 +9,9 @@ import torch
 from lmcache.engines.copy import Copier, Pages
 from lmcache.engines.copying import Kernels, MakeCopier, NoKernels, PageView, page_array
 from lmcache.engines.sglang.pools import Pool
-from lmcache.engines.staging import Device, StagedCopier, StagedPages
+from lmcache.engines.staging import Device
 from lmcache.engines.storage_bytes import StorageBytes
+from lmcache.engines.way_choice import staged_maker
 from lmcache.errors import ConfigError, GeometryError
 
 MHA = frozenset({"MHATokenToKVPool"})
@@ -103,7 +104,7 @@ def _state_pool(pool: Any, *, staging: bool) -> Pool:
 
 def _maker(tensors: Sequence[torch.Tensor], views: Sequence[PageView], blocks: int, *, staging: bool) -> MakeCopier:
     if staging or tensors[0].device.type != "cpu":
-        return functools.partial(StagedCopier, StagedPages(tensors, views, blocks))
+        return staged_maker(tensors, views, blocks)
     storages = StorageBytes()
     arrays = [page_array(storages.of(tensor), view, blocks) for tensor, view in zip(tensors, views, strict=True)]
     return functools.partial(Copier, Pages(arrays))

@@ -82,6 +82,6 @@ def _direct(group: PageGroup) -> MakeCopier:
 
 def _staged(group: PageGroup) -> MakeCopier:
     """Pages on an accelerator."""
-    from lmcache.engines.staging import StagedCopier, StagedPages
+    from lmcache.engines.way_choice import staged_maker
 
-    return functools.partial(StagedCopier, StagedPages(group.tensors, group.views, group.blocks))
+    return staged_maker(group.tensors, group.views, group.blocks)

@@ -10,7 +10,7 @@ import vllm
 
 from lmcache.engines.copy import Copier, Pages
 from lmcache.engines.copying import Kernels, MakeCopier, NoKernels, PageView, page_array
-from lmcache.engines.staging import Device, StagedCopier, StagedPages
+from lmcache.engines.staging import Device
 from lmcache.engines.storage_bytes import StorageBytes
 from lmcache.engines.vllm.describe import (
     SpecGroup,
@@ -21,6 +21,7 @@ from lmcache.engines.vllm.describe import (
 )
 from lmcache.engines.vllm.identity import device_facts, namespace_facts, page_facts
 from lmcache.engines.vllm.settings import Settings
+from lmcache.engines.way_choice import staged_maker
 from lmcache.errors import ConfigError
 from lmcache.geometry.groups import Geometry
 
@@ -65,7 +66,7 @@ def register_pages(
         | device_facts(device.type, _cpu_features())
     )
     staged = settings.staging or device.type != "cpu"
-    prepare = _staged if staged else _direct
+    prepare = staged_maker if staged else _direct
     makers = {
         number: prepare(
             [kv_caches[name] for name in groups[number].layers], [views[name] for name in groups[number].layers], blocks
@@ -90,11 +91,6 @@ def _direct(tensors: Sequence[torch.Tensor], views: Sequence[PageView], blocks: 
     storages = StorageBytes()
     arrays = [page_array(storages.of(tensor), view, blocks) for tensor, view in zip(tensors, views, strict=True)]
     return functools.partial(Copier, Pages(arrays))
-
-
-def _staged(tensors: Sequence[torch.Tensor], views: Sequence[PageView], blocks: int) -> MakeCopier:
-    """Pages on an accelerator."""
-    return functools.partial(StagedCopier, StagedPages(tensors, views, blocks))
 
 
 def _backends(vllm_config: Any, names: Sequence[str]) -> dict[str, str]:

@@ -102,20 +102,29 @@ class DiskTier(StorageTier):
 
     def load(self, key: str, into: Sequence[memoryview], deadline: float) -> int:
         """Read a file. One that is gone, or was not here when the tier was opened, is no blob."""
+        length = 0
+        for length in self.load_in_pieces(key, into, deadline):  # noqa: B007  # the last one counts
+            pass
+        return length
+
+    def load_in_pieces(self, key: str, into: Sequence[memoryview], deadline: float) -> Iterator[int]:
+        """Read a file, some megabytes at a time."""
         with self._lock:
             entry = self._index.get(key)
+        length = 0
         if entry is None:
-            return 0
+            yield length
+            return
         with self._failures(f"load {key}"):
             try:
-                length = self._read(entry, into, deadline)
+                for length in self._read(entry, into, deadline):
+                    yield length
             except OSError as error:
                 if error.errno in _OF_NO_USE:
                     self._give_up(entry)
                 raise
             if not length:
                 self._give_up(entry)
-            return length
 
     def contains(self, keys: Sequence[str], deadline: float) -> list[bool]:
         """Answered from memory."""
@@ -321,15 +330,15 @@ class DiskTier(StorageTier):
             os.unlink(self._folder.blob_path(entry.key))
         self._index.remove(entry)
 
-    def _read(self, entry: Entry, into: Sequence[memoryview], deadline: float) -> int:
+    def _read(self, entry: Entry, into: Sequence[memoryview], deadline: float) -> Iterator[int]:
         try:
             fd = disk_file.open_old(self._folder.blob_path(entry.key), into, self._direct)
         except FileNotFoundError:
-            return 0
+            yield 0
+            return
         try:
-            length = disk_file.read(fd, into, deadline)
+            yield from disk_file.read(fd, into, deadline)
             self._used(entry, fd)
-            return length
         finally:
             os.close(fd)
 

@@ -11,14 +11,16 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lmcache.core.tier import Buffer
 from lmcache.errors import TierError
 
 ALIGNMENT = 4096
-_MOST_BYTES = 64 << 20
-"""Of one call: between calls the deadline is looked at."""
+_MOST_WRITTEN = 64 << 20
+"""Bytes of one call: between calls the deadline is looked at."""
+_MOST_READ = 4 << 20
+"""Bytes of one call: what has been read is verified while it is still in the processor's caches."""
 _MOST_BUFFERS = 1024
 """Of one call: IOV_MAX."""
 
@@ -49,8 +51,12 @@ def open_old(path: str, into: Sequence[memoryview], direct: bool) -> int:
     return os.open(path, flags | (os.O_DIRECT if direct and _aligned(into) else 0))
 
 
-def read(fd: int, into: Sequence[memoryview], deadline: float) -> int:
-    """Fill `into` from the file's start; returns the file's length, which may be more or less."""
+def read(fd: int, into: Sequence[memoryview], deadline: float) -> Iterator[int]:
+    """Fill `into` from the file's start, piece by piece.
+
+    Gives the number of bytes that are there by then after each piece but the last, and in the end the file's length,
+    which may be more or less than fits.
+    """
     length = os.fstat(fd).st_size
     wanted = min(length, sum(map(len, into)))
     views, last, end = [], memoryview(bytearray()), memoryview(b"")
@@ -64,16 +70,19 @@ def read(fd: int, into: Sequence[memoryview], deadline: float) -> int:
         cut = len(views[-1]) // ALIGNMENT * ALIGNMENT
         last, end = views[-1][cut:], memoryview(mmap.mmap(-1, ALIGNMENT))
         views[-1:] = [view for view in (views[-1][:cut], end) if len(view)]
-    got = _read_from(fd, views, wanted, deadline)
+    got = 0
+    for got in _read_from(fd, views, wanted, deadline):
+        if got < wanted - len(last):
+            yield got
     last[:] = end[: len(last)]
-    return length if got >= wanted else got
+    yield length if got >= wanted else got
 
 
 def _write_at(fd: int, views: list[memoryview], offset: int, deadline: float) -> int:
     """Write at `offset`; returns the offset behind."""
     while views:
         _check(deadline)
-        written = _direct_first(fd, os.pwritev, _batch(views), offset)
+        written = _direct_first(fd, os.pwritev, _batch(views, _MOST_WRITTEN), offset)
         if not written:
             raise OSError(f"the filesystem took nothing at byte {offset}")
         offset += written
@@ -81,17 +90,17 @@ def _write_at(fd: int, views: list[memoryview], offset: int, deadline: float) ->
     return offset
 
 
-def _read_from(fd: int, views: list[memoryview], wanted: int, deadline: float) -> int:
-    """Read from the file's start until `wanted` bytes are there or the file ends; returns how many came."""
+def _read_from(fd: int, views: list[memoryview], wanted: int, deadline: float) -> Iterator[int]:
+    """Read from the file's start until `wanted` bytes are there or the file ends; gives how many have come by then."""
     got = 0
     while got < wanted:
         _check(deadline)
-        read = _direct_first(fd, os.preadv, _batch(views), got)
-        got += read
+        read = _direct_first(fd, os.preadv, _batch(views, _MOST_READ), got)
         if not read:  # the file was cut meanwhile
             break
+        got += read
+        yield got
         views = _behind(views, read)
-    return got
 
 
 def _direct_first(fd: int, call: Callable[[int, list[memoryview], int], int], views: list[memoryview], at: int) -> int:
@@ -113,15 +122,14 @@ def _leave_direct(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
-def _batch(views: list[memoryview]) -> list[memoryview]:
-    """As many of the first views as one call takes."""
+def _batch(views: list[memoryview], most: int) -> list[memoryview]:
+    """As much of the first views as one call takes, and no more than `most` bytes."""
     batch: list[memoryview] = []
-    size = 0
     for view in views[:_MOST_BUFFERS]:
-        if batch and size + len(view) > _MOST_BYTES:
+        if not most:
             break
-        batch.append(view)
-        size += len(view)
+        batch.append(view[:most])
+        most -= len(batch[-1])
     return batch
 
 
