@@ -85,25 +85,30 @@ class Device:
         """Return when every kernel that was submitted has ended: pages hold what the step computed."""
         self._module.synchronize(self.device)
 
-    def mark(self) -> Any:
-        """A point behind everything that this thread has submitted so far; pass it to `reached`."""
-        event = self._module.Event()
-        event.record()
-        return event
+    def mark(self, *streams: Any) -> Any:
+        """A point behind everything that was submitted so far to the current stream and `streams`, for `reached`."""
+        events = []
+        for stream in (None, *streams):
+            event = self._module.Event()
+            event.record(*([] if stream is None else [stream]))
+            events.append(event)
+        return events
 
     def reached(self, mark: Any) -> None:
         """Return when the device has come to `mark`: what the engine did to newly allocated blocks is done."""
-        mark.synchronize()
+        for event in mark:
+            event.synchronize()
 
     @contextlib.contextmanager
-    def behind_step(self) -> Iterator[None]:
-        """A context in which this thread submits to another stream, behind what it has submitted so far.
+    def behind_step(self, *streams: Any) -> Iterator[None]:
+        """A context in which this thread submits to another stream, behind what was submitted so far; as `mark`.
 
         The device waits for that and the caller does not. For one thread, which takes the same stream every time.
         """
         if self._beside is None:
             self._beside = self._new_stream()
-        self._beside.wait_event(self.mark())
+        for event in self.mark(*streams):
+            self._beside.wait_event(event)
         with self._module.stream(self._beside):
             yield
 

@@ -28,6 +28,7 @@ from lmcache.engines.crossing import Crossing
 from lmcache.engines.cuda import MEMCPY_BATCH, BatchedCopies, check_device, copy_many
 from lmcache.engines.pinning import Everywhere, Pins
 from lmcache.engines.staging import Way, chosen_way
+from lmcache.engines.way_choice import staged_maker
 from lmcache.errors import ConfigError
 
 KERNELS = {Way.KERNEL, Way.REACH}
@@ -221,6 +222,20 @@ def test_accelerators_that_nobody_has_tried_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.version, "hip", "7.2")
     with pytest.raises(ConfigError, match=r"on cuda:0 of ROCm 7\.2, which lmcache has not been tried on"):
         check_device(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("word", ["", "batch", "measure"])
+@pytest.mark.parametrize(
+    ("kind", "hip", "told"), [("xpu", None, "xpu:0, a kind of device"), ("cuda", "7.2", "cuda:0 of ROCm 7.2")]
+)
+def test_pages_on_accelerators_that_nobody_has_tried_are_refused_before_anything_is_done(
+    kind: str, hip: str | None, told: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setenv("LMCACHE_DEVICE_COPY", word)
+    tensor = SimpleNamespace(device=torch.device(kind, 0))  # whatever else is asked of it would raise
+    with pytest.raises(ConfigError, match=f"the KV caches are on {told}.*run without the connector"):
+        staged_maker([tensor], [staging.PageView(0, 64, 64)], 4)  # type: ignore[list-item]
 
 
 def test_the_way_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
