@@ -39,7 +39,7 @@ _USE_IS_NOTED = 60.0
 """Seconds: a blob's time of modification is brought up to date by a load when it is older than that."""
 
 _EVICTIONS = 3
-"""For one store, of as much as it takes: where that does not help, more would not, and all would be gone for nothing."""
+"""For one store, of as much as it takes: where that does not help, more would not, and all would go for nothing."""
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _OF_NO_USE = {errno.EIO, errno.EINVAL, errno.ELOOP}
 """What is said of a file that the drive cannot read, or that is no file but a pipe or a link."""
