@@ -53,16 +53,19 @@ MakeCopier = Callable[[ObjectLayout, int], ObjectCopier]
 
 
 class Kernels(Protocol):
-    """How to wait for what the engine has submitted to its device."""
+    """How to wait for what the engine has submitted to its device.
+
+    That is to the stream that is current where the adapter is called, and to others that the engine may name.
+    """
 
     @property
     def memory_node(self) -> int:
         """NUMA node of the host's memory that is near the device; -1 where nobody knows."""
 
     def settle(self) -> None: ...
-    def mark(self) -> Any: ...
+    def mark(self, *streams: Any) -> Any: ...
     def reached(self, mark: Any) -> None: ...
-    def behind_step(self) -> AbstractContextManager[Any]: ...
+    def behind_step(self, *streams: Any) -> AbstractContextManager[Any]: ...
     def own_stream(self) -> AbstractContextManager[Any]: ...
 
 
@@ -74,13 +77,13 @@ class NoKernels:
     def settle(self) -> None:
         """Nothing to wait for."""
 
-    def mark(self) -> None:
+    def mark(self, *streams: Any) -> None:
         """Nothing to wait for later."""
 
     def reached(self, mark: None) -> None:
         """It is done."""
 
-    def behind_step(self) -> AbstractContextManager[None]:
+    def behind_step(self, *streams: Any) -> AbstractContextManager[None]:
         """There are no streams."""
         return contextlib.nullcontext()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lmcache.core.arena import ArenaAttendant
+from lmcache.core.arena import SLAB_BYTES, ArenaAttendant
 from lmcache.engines.copy import Bytes
 from lmcache.engines.copying import PageView
 from lmcache.engines.crossing import Crossing
@@ -85,25 +85,30 @@ class Device:
         """Return when every kernel that was submitted has ended: pages hold what the step computed."""
         self._module.synchronize(self.device)
 
-    def mark(self) -> Any:
-        """A point behind everything that this thread has submitted so far; pass it to `reached`."""
-        event = self._module.Event()
-        event.record()
-        return event
+    def mark(self, *streams: Any) -> Any:
+        """A point behind everything that was submitted so far to the current stream and `streams`, for `reached`."""
+        events = []
+        for stream in (None, *streams):
+            event = self._module.Event()
+            event.record(*([] if stream is None else [stream]))
+            events.append(event)
+        return events
 
     def reached(self, mark: Any) -> None:
         """Return when the device has come to `mark`: what the engine did to newly allocated blocks is done."""
-        mark.synchronize()
+        for event in mark:
+            event.synchronize()
 
     @contextlib.contextmanager
-    def behind_step(self) -> Iterator[None]:
-        """A context in which this thread submits to another stream, behind what it has submitted so far.
+    def behind_step(self, *streams: Any) -> Iterator[None]:
+        """A context in which this thread submits to another stream, behind what was submitted so far; as `mark`.
 
         The device waits for that and the caller does not. For one thread, which takes the same stream every time.
         """
         if self._beside is None:
             self._beside = self._new_stream()
-        self._beside.wait_event(self.mark())
+        for event in self.mark(*streams):
+            self._beside.wait_event(event)
         with self._module.stream(self._beside):
             yield
 
@@ -259,7 +264,8 @@ def _movers(
         kernel = KernelMover(pages.layers(pages.element(cell_bytes)), layout, used, cell_bytes)
         return kernel, kernel if pages.way is Way.REACH else None
     gatherer = TorchGatherer(pages.layers(pages.element()), layout)
-    if pages.way is Way.BATCH:
+    # a piece that lies in two slabs would cross from one lock of memory to the next, which the driver refuses
+    if pages.way is Way.BATCH and SLAB_BYTES % cell_bytes == 0:
         return gatherer, PieceMover(pages.layers(torch.uint8), layout, cell_bytes, pages.many)
     return gatherer, None
 

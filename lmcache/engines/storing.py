@@ -4,7 +4,7 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 
@@ -106,10 +106,11 @@ class Storer:
         # the other might not be there yet to be its parents, so every rank offers all, and the first one writes
         self._turns = len({geometry.groups[group].shards for group in geometry.cached_groups}) == 1
 
-    def store(self, orders: Sequence[StoreOrder], namespace: bytes) -> None:
+    def store(self, orders: Sequence[StoreOrder], namespace: bytes, *streams: Any) -> None:
         """Offer what the orders name, and what earlier ones named of the same requests and could not be stored.
 
-        Called in every step, after the forward pass. Raises nothing: what cannot be stored is a later miss.
+        Called in every step, after the forward pass, which was submitted to the current stream and `streams`. Raises
+        nothing: what cannot be stored is a later miss.
         """
         orders = [order for order in orders if self._certain(order)]
         for order in orders:
@@ -119,7 +120,7 @@ class Storer:
         try:
             link = self._client.link()
             if link.namespace == namespace:
-                with self._kernels.behind_step():
+                with self._kernels.behind_step(*streams):
                     for order in orders:
                         self._store_request(link, self._stored[order.request])
         except LMCacheError as error:

@@ -105,7 +105,7 @@ class ReferenceUnderTest(EngineUnderTest):
             self._engine.step()
         self._engine.abort(request)
         # lookups of aborted requests may still be answered
-        while self._engine.busy or self._engine._connector._abandoned:
+        while self._engine.busy or self._engine._connector.abandoned:
             self._engine.step()
         self._engine.take(request)
 

@@ -10,6 +10,7 @@ from lmcache.core.client import Client, Link
 from lmcache.core.keys import HASH_BYTES, ChainHasher, chain_root, tenant_of
 from lmcache.core.pending_hit import PendingHit
 from lmcache.core.protocol import Found
+from lmcache.engines.abandoned import AbandonedLookups
 from lmcache.engines.reference.messages import LoadOrder, StoreOffer
 from lmcache.errors import LMCacheError
 from lmcache.geometry.hits import load_spans
@@ -36,7 +37,7 @@ class SchedulerConnector:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._requests: dict[int, _Request] = {}
-        self._abandoned: list[tuple[Link, PendingHit]] = []
+        self.abandoned = AbandonedLookups()
 
     def arrived(self, request: int, tokens: list[int], salt: str) -> None:
         """A request waits to be scheduled, for the first time or again after a preemption: ask what the server has."""
@@ -96,7 +97,7 @@ class SchedulerConnector:
         """No load will follow, or it failed: give the ticket back, now or as soon as the server has named it."""
         known = self._requests[request]
         if known.lookup is not None and known.link is not None:
-            self._abandoned.append((known.link, known.lookup))
+            self.abandoned.add(known.link, known.lookup)
         if known.found is not None and known.found.ticket and known.link is not None:
             known.link.drop(known.found.ticket)
         known.lookup = known.found = None
@@ -124,17 +125,7 @@ class SchedulerConnector:
 
     def tick(self) -> None:
         """Once a step: give back the tickets of lookups that were answered after nobody wanted to know."""
-        waiting = []
-        for link, lookup in self._abandoned:
-            try:
-                found = lookup.poll()
-            except LMCacheError:
-                continue  # the link has ended, and with it the ticket
-            if found is None:
-                waiting.append((link, lookup))
-            elif found.ticket:
-                link.drop(found.ticket)
-        self._abandoned = waiting
+        self.abandoned.sweep()
 
     def _hashes(self, known: _Request, link: Link, tokens: list[int]) -> bytes:
         if known.hasher is None or known.namespace != link.namespace:

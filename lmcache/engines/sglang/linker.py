@@ -111,7 +111,9 @@ class LMCacheLinker(UnifiedCacheLinker):
         client = Client(self._settings.address, engine, self._settings.client, self._refused)
         client.start(wait)
         return PageStore(
-            client, self._geometry, self._group.rank, self._makers, self._kernels, tenant=self._settings.tenant
+            *(client, self._geometry, self._group.rank, self._makers, self._kernels),
+            tenant=self._settings.tenant,
+            stream=self.forward_stream,
         )
 
     def _current(self) -> PageStore:

@@ -8,7 +8,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 
@@ -16,8 +16,17 @@ from lmcache.core.cells import unpack_cells
 from lmcache.core.client import Client, Link
 from lmcache.core.keys import HASH_BYTES
 from lmcache.core.pending_hit import PendingHit
-from lmcache.core.protocol import Found, Placed
-from lmcache.engines.copying import CopyPlans, Kernels, MakeCopier, NoKernels, mapped_arena
+from lmcache.core.protocol import Found, Opened, Placed
+from lmcache.engines.copying import (
+    CopyPlans,
+    Kernels,
+    MakeCopier,
+    NoKernels,
+    ObjectCopier,
+    load_objects,
+    mapped_arena,
+    store_objects,
+)
 from lmcache.engines.sglang.page_keys import Lineage
 from lmcache.errors import LMCacheError, ServerUnavailable
 from lmcache.geometry.groups import Geometry, GroupKind
@@ -26,6 +35,9 @@ from lmcache.geometry.layout import object_bytes, object_cells
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_Copy = tuple[ObjectCopier, Sequence[int], Sequence[int], int]
+"""Copier, cells of the object, block ids, and the kept position of the first of them."""
 
 MOST_ENDS = 8
 """Lengths that a lookup tells of where not every length can be restored: SGLang's ranks agree on one of them."""
@@ -59,8 +71,13 @@ class PageStore:
         kernels: Kernels | None = None,
         *,
         tenant: str = "",
+        stream: Any = None,
     ) -> None:
-        """`geometry.own_chunk` is SGLang's page; `makers` make the copiers of each group."""
+        """`geometry.own_chunk` is SGLang's page; `makers` make the copiers of each group.
+
+        `stream` is what SGLang submits forward passes to, where that is not the stream of whoever loads.
+        """
+        self._stream = stream
         self._client = client
         self._geometry = geometry
         self._rank = rank
@@ -162,20 +179,23 @@ class PageStore:
             if found is None or not covered or (whole and covered < pages):
                 return 0
             opened = link.open(found.ticket)
-            self._kernels.settle()  # what the engine did to these pages before they were freed is done
-            with mapped_arena(link) as arena:
-                for group, to in wanted.items():
-                    copier, per_object = self._loads.of(link, group)
-                    cells = unpack_cells(opened.cells[group])
-                    for page, block in enumerate(to.blocks, to.first):
-                        if page >= covered:
-                            break
-                        start = (page - opened.first[group]) * per_object
-                        if start < 0 or start + per_object > len(cells):
-                            return 0  # SGLang reads more of this pool than a hit of that length needs
-                        copier.load(arena, cells[start : start + per_object], [block])
+            copies = [copy for group, to in wanted.items() for copy in self._copies(link, opened, group, to, covered)]
+            if None in copies:
+                return 0  # SGLang reads more of a pool than a hit of that length needs
+            # what the engine did to these pages before they were freed comes first
+            with self._kernels.behind_step(self._stream), mapped_arena(link) as arena:
+                load_objects(arena, [copy for copy in copies if copy is not None])
             # the pages count only if the ticket held until the last byte was read
             return covered if link.confirm(found.ticket) else 0
+
+    def _copies(self, link: Link, opened: Opened, group: int, to: Pages, covered: int) -> Iterator[_Copy | None]:
+        """What to copy of one group; None for a page that the hit has nothing for."""
+        copier, per_object = self._loads.of(link, group)
+        cells = unpack_cells(opened.cells[group])
+        for page, block in zip(range(to.first, covered), to.blocks, strict=False):
+            start = (page - opened.first[group]) * per_object
+            there = start >= 0 and start + per_object <= len(cells)
+            yield (copier, cells[start : start + per_object], [block], 0) if there else None
 
     # --------------------------------------------------------------------------------------------------------- storing
 
@@ -210,9 +230,9 @@ class PageStore:
     def _copy_out(self, link: Link, group: int, blocks: Sequence[int], packed: bytes) -> None:
         copier, per_object = self._stores.of(link, group)
         cells = unpack_cells(packed)
+        objects = ((cells[at * per_object : (at + 1) * per_object], [block]) for at, block in enumerate(blocks))
         with mapped_arena(link) as arena:
-            for number, block in enumerate(blocks):
-                copier.store(arena, cells[number * per_object : (number + 1) * per_object], [block])
+            store_objects(copier, arena, objects)
 
     # ---------------------------------------------------------------------------------------------------------- common
 

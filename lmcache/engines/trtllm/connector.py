@@ -85,7 +85,7 @@ class LMCacheWorker(_WORKER):
         """Do what the step counts on. Raises LoadFailed rather than let the engine read what is not there."""
         orders = self._orders()
         if self._side is not None:
-            self._side.load(orders.loads)
+            self._side.load(orders.loads, stream)
         elif orders.loads:
             raise LoadFailed("loads were ordered of a worker whose KV cache was never registered")
 
@@ -98,7 +98,7 @@ class LMCacheWorker(_WORKER):
     def wait_for_save(self, stream: Any) -> None:
         """Store this step's chunks. When it returns, the engine may do with the blocks what it likes."""
         if self._side is not None:
-            self._side.store(self._orders())
+            self._side.store(self._orders(), stream)
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]

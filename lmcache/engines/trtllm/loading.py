@@ -9,7 +9,7 @@ from typing import Any
 from lmcache.core.cells import unpack_cells
 from lmcache.core.client import Client, Link
 from lmcache.core.protocol import ErrorCode, Opened
-from lmcache.engines.copying import CopyPlans, Kernels, ObjectCopier, mapped_arena
+from lmcache.engines.copying import CopyPlans, Kernels, ObjectCopier, load_objects, mapped_arena
 from lmcache.engines.trtllm.describe import Shape
 from lmcache.engines.trtllm.orders import BAD_PAGE, LoadOrder
 from lmcache.errors import GeometryError, LMCacheError, LoadFailed, Refused
@@ -50,8 +50,7 @@ class Pages:
         groups = self._shape.geometry.cached_groups
         copies = [copy for group in groups for copy in self._copies(link, order, opened, group)]
         with mapped_arena(link) as arena:
-            for copier, cells, ids, first in copies:
-                copier.load(arena, cells, ids, first)
+            load_objects(arena, copies)
         # the pages count only if the ticket held until the last byte was read
         if not link.confirm(order.ticket):
             raise Refused("its ticket did not hold while it was copied", code=ErrorCode.STALE)
@@ -93,13 +92,13 @@ class Loader:
         self._ended: queue.SimpleQueue[tuple[LoadOrder, BaseException | None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def load(self, orders: Iterable[LoadOrder]) -> None:
+    def load(self, orders: Iterable[LoadOrder], *streams: Any) -> None:
         """Begin these loads, each when the device has done what was submitted to it before. Does not wait."""
         for order in orders:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lmcache-load", daemon=True)
                 self._thread.start()
-            self._orders.put((order, self._kernels.mark()))
+            self._orders.put((order, self._kernels.mark(*streams)))
 
     def ended(self) -> Iterator[tuple[LoadOrder, BaseException | None]]:
         """Loads that have ended since the last call, and why they failed."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lmcache.core.client import Client, Link
 from lmcache.core.pending_hit import PendingHit
 from lmcache.core.protocol import Found
+from lmcache.engines.abandoned import AbandonedLookups
 from lmcache.engines.trtllm.describe import Shape, block_alignment
 from lmcache.engines.trtllm.tracked import Offer, Tracked
 from lmcache.errors import LMCacheError
@@ -26,7 +27,7 @@ class Lookups:
         self._client = client
         self._alignment = block_alignment(shape)
         self._patience = patience
-        self._abandoned: list[tuple[Link, PendingHit]] = []
+        self._abandoned = AbandonedLookups()
         self._told: set[str] = set()
 
     def offer(self, tracked: Tracked, tokens: Sequence[int], computed: int) -> Offer | None:
@@ -45,7 +46,8 @@ class Lookups:
         if found is None:
             return None
         if found.tokens <= computed:
-            self._drop(link, found)
+            if found.ticket:
+                link.drop(found.ticket)
             return None
         return Offer(link, found.ticket, computed, found.tokens)
 
@@ -54,7 +56,7 @@ class Lookups:
         while (found := pending.poll()) is None:
             if time.monotonic() >= until:
                 # asked on, so that what tiers bring meanwhile is there for the next request
-                self._abandoned.append((link, pending))
+                self._abandoned.add(link, pending)
                 return None
             time.sleep(nap)
             nap = min(LONGEST_NAP, 2 * nap)
@@ -62,21 +64,7 @@ class Lookups:
 
     def sweep(self) -> None:
         """Drop the tickets of lookups whose answers have come too late. Called in every step."""
-        waiting = []
-        for link, pending in self._abandoned:
-            try:
-                found = pending.poll()
-            except LMCacheError:
-                continue  # the link has ended, and with it the ticket
-            if found is None:
-                waiting.append((link, pending))
-            else:
-                self._drop(link, found)
-        self._abandoned = waiting
-
-    def _drop(self, link: Link, found: Found) -> None:
-        if found.ticket:
-            link.drop(found.ticket)
+        self._abandoned.sweep()
 
     def _tell_once(self, reason: str) -> None:
         if reason not in self._told:

@@ -4,6 +4,7 @@ Imports neither the engine nor torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from lmcache.core.client import Client
 from lmcache.engines.copying import CopyPlans, Kernels, MakeCopier, NoKernels
@@ -40,28 +41,28 @@ class WorkerSide:
         self._saving: set[int] = set()
         self._prefixes: list[int] = []
 
-    def load(self, orders: Sequence[LoadOrder]) -> None:
+    def load(self, orders: Sequence[LoadOrder], *streams: Any) -> None:
         """Do the loads that the step counts on, and begin the others. Called when the step begins.
 
-        Raises LoadFailed: the engine counts these tokens as computed, so it must not go on.
+        Forward passes are submitted to the current stream and `streams`. Raises LoadFailed: the engine counts these
+        tokens as computed, so it must not go on.
         """
         parked = [order for order in orders if order.parked]
         for order in parked:
             self._loading[order.request] = self._loading.get(order.request, 0) + 1
-        self._loader.load(parked)
+        self._loader.load(parked, *streams)
         waited_for = [order for order in orders if not order.parked]
         if waited_for:
             # requests that had these blocks before may still be written by what was submitted for them
-            self._kernels.reached(self._kernels.mark())
-        for order in waited_for:
-            self._pages.fill(order)
-            if order.reservation is not None:
-                self._prefixes.append(order.reservation)
+            with self._kernels.behind_step(*streams):
+                for order in waited_for:
+                    self._pages.fill(order)
+        self._prefixes.extend(order.reservation for order in waited_for if order.reservation is not None)
 
-    def store(self, orders: StepOrders) -> None:
+    def store(self, orders: StepOrders, *streams: Any) -> None:
         """Store within the step; called when its forward pass is submitted. When it returns, the pages are read."""
         self._storer.forget(orders.ended)
-        self._storer.store(orders.stores, orders.namespace)
+        self._storer.store(orders.stores, orders.namespace, *streams)
 
     def finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
         """Requests whose blocks may go, and parked requests that are loaded, of those that the engine has named so far.

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from lmcache.engines.abandoned import AbandonedLookups
 from lmcache.engines.storing import StoreOrder
 from lmcache.engines.vllm.content import EngineRequest, NeverCached, content_of
 from lmcache.engines.vllm.lora import LoraBook
@@ -62,7 +63,7 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._orders: list[LoadOrder] = []
         self._loading: dict[str, Held | None] = {}
-        self._abandoned: list[Asked] = []
+        self._abandoned = AbandonedLookups()
         self._store_orders = 0
         self._failed: set[str] = set()
         self._generation = ""
@@ -195,7 +196,7 @@ class SchedulerSide:
         `snapshots` are the recurrent states that the step leaves behind, for each request.
         """
         self._speed.step(sum(scheduled.values()), time.monotonic())
-        self._sweep()
+        self._abandoned.sweep()
         loads, self._orders = tuple(self._orders), []
         if not self._stores:
             return StepOrders(loads=loads)
@@ -236,7 +237,7 @@ class SchedulerSide:
 
     def busy(self) -> bool:
         """Whether requests have gone whose tickets cannot be dropped before an answer comes: vLLM must step on."""
-        self._sweep()
+        self._abandoned.sweep()
         return bool(self._abandoned)
 
     def close(self) -> None:
@@ -246,20 +247,10 @@ class SchedulerSide:
     def _let_go(self, tracked: Tracked) -> None:
         """Give up a lookup or a ticket that no load will use."""
         if isinstance(tracked.state, Asked):
-            self._abandoned.append(tracked.state)
+            self._abandoned.add(tracked.state.link, tracked.state.pending)
         elif isinstance(tracked.state, Held):
             tracked.state.link.drop(tracked.state.ticket)
         tracked.state = Settled()
-
-    def _sweep(self) -> None:
-        """Drop the tickets of abandoned lookups whose answers have come."""
-        if not self._abandoned:
-            return
-        answers = [self._answer(asked) for asked in self._abandoned]
-        self._abandoned = [answer for answer in answers if isinstance(answer, Asked)]
-        for answer in answers:
-            if isinstance(answer, Held):
-                answer.link.drop(answer.ticket)
 
     def _tell_once(self, reason: str) -> None:
         if reason not in self._told:

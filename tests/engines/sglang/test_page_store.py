@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_stand import wait_until
+from device_order import DeviceOrder
 from vllm_stand import ServerProcess, free_port
 
 from lmcache.core.client import Client, ClientSettings, Engine, ServerAddress
@@ -40,14 +41,17 @@ class Rank:
         replicated: bool = False,
         name: str = "kv",
         run: int = 1000,
+        device: DeviceOrder | None = None,
     ) -> None:
         self.memory = np.random.default_rng(rank).integers(0, 256, (2, 32, run), np.uint8)
-        pool = Pool(name, (run, run), functools.partial(Copier, Memory(list(self.memory))), replicated, "an array")
+        memory = Memory(list(self.memory))
+        make = device.maker(memory) if device else functools.partial(Copier, memory)
+        pool = Pool(name, (run, run), make, replicated, "an array")
         geometry = build_geometry([pool], PAGE, ranks, window=2 * PAGE)
         engine = Engine({"engine": "arrays"}, geometry, Role.WORKER, rank)
         client = Client(ServerAddress(port=port), engine, ClientSettings(deadline=2.0))
         client.start(2.0)
-        self.store = PageStore(client, geometry, rank, {0: pool.make})
+        self.store = PageStore(client, geometry, rank, {0: pool.make}, device, stream="the forward stream")
 
 
 @pytest.fixture
@@ -196,3 +200,18 @@ def test_pages_that_leave_most_of_their_cells_empty_are_warned_of_once(
         ] * said
         rank.store.close()
         server.kill()
+
+
+def test_on_a_device_pages_overlap_and_wait_for_forward_passes_not_for_the_device(server: ServerProcess) -> None:
+    device = DeviceOrder()
+    rank = Rank(server.port, device=device)
+    hashes = hashes_of("overlapping", 4)
+    assert rank.store.store(0, hashes, [3, 1, 4, 15])
+    # by the thread that stores, in a stream of its own, once the events of SGLang have come
+    assert device.seen == ["store"] * 4 + ["finish"]
+    stored = rank.memory[:, [3, 1, 4, 15]].copy()
+    device.seen.clear()
+    assert rank.store.load(hashes, {0: Pages(0, [20, 21, 22, 23])}, whole=True) == 4
+    assert device.seen == ["behind current and the forward stream", *["load"] * 4, "finish", "beside no more"]
+    assert np.array_equal(rank.memory[:, 20:24], stored)
+    rank.store.close()

@@ -11,6 +11,8 @@ from trtllm_model import LayerGroup, Toy
 from trtllm_names import LAYOUTS, RESERVATIONS
 from trtllm_stand import BLOCK, CHUNK, TrtllmServer, fresh
 
+from lmcache.engines import staging
+
 generations = pytest.mark.parametrize(
     "names", [LAYOUTS, RESERVATIONS], indirect=True, ids=lambda generation: f"G{generation}"
 )
@@ -51,6 +53,30 @@ def test_every_layer_group_is_served_byte_for_byte(
         assert engine.trace[:3] == [asked, "update_state_after_alloc", "build_connector_meta"]
     with server.engine(names, toy, layouts=True, ranks=ranks) as engine:
         assert engine.generate([*text[: 4 * CHUNK + 1], *fresh(9)]).taken == 4 * CHUNK
+
+
+@layouts
+@pytest.mark.parametrize("way", ["gather", "batch", "measure"])
+@every_toy
+def test_pages_are_served_as_on_a_device_behind_the_stream_of_forward_passes(
+    names: Any, server: TrtllmServer, toy: Toy, way: str, waiting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_STAGING", "1")
+    monkeypatch.setenv("LMCACHE_DEVICE_COPY", way)
+    real, marks = staging.Device.mark, []
+
+    def mark(device: staging.Device, *streams: Any) -> Any:
+        marks.append([type(stream).__name__ for stream in streams])
+        return real(device, *streams)
+
+    monkeypatch.setattr(staging.Device, "mark", mark)
+    text = fresh(4 * CHUNK + 3)
+    with server.engine(names, toy, layouts=True) as engine:
+        cold = engine.generate(text)
+        marks.clear()
+        warm = engine.generate(text)
+        assert (warm.taken, warm.answer) == (4 * CHUNK, cold.answer)
+        assert ["Stream"] in marks, "a load waits for what was submitted to the stream that TensorRT-LLM names"
 
 
 @generations
