@@ -50,8 +50,10 @@ def test_the_page_has_all_that_a_reader_without_the_machine_needs() -> None:
     for line in (
         "| device | NVIDIA H200; NVRM version: 580.159; torch 2.11.0, CUDA 13.0 |",
         "| host | AMD EPYC, 16 cores, 128 GiB |",
-        "| GLM-5.3: 3 × 8 KiB a chunk | reach | 47.5 (0.95) | 46.5 (0.93) | 50.0 and 50.0 "
-        "| 0.94 to 0.96, 0.92 to 0.94 |",
+        (
+            "| GLM-5.3: 3 × 8 KiB a chunk | reach | 47.5 (0.95) | 46.5 (0.93) | 50.0 and 50.0 "
+            "| 0.94 to 0.96, 0.92 to 0.94 |"
+        ),
         "- GLM-5.3: 3 × 8 KiB a chunk: best is `reach`, 0.93 of the ceiling in its slower direction",
         "- gpt-oss: 3 × 8 KiB a chunk: best is `gather`, 0.89 of the ceiling in its slower direction",
         "- target: at least 0.9 both ways for 4 of 5 shapes; reached for 1 of 2",
