@@ -4,7 +4,10 @@ The only such module. Nothing of it has run on a GPU yet (docs/benchmarks/index.
 proved without one is proved with the CPU in the device's place. Imports torch.
 """
 
+import contextlib
 import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,7 +105,34 @@ def copy_many(device: torch.device) -> CopyMany | None:
     error = find(b"cuMemcpyBatchAsync", ctypes.byref(found), _BATCHES_SINCE, flags, ctypes.byref(told))
     if error != _SUCCESS or not found.value:
         return None
-    return BatchedCopies(found.value, lambda: int(torch.cuda.current_stream(device).cuda_stream))
+    return BatchedCopies(found.value, NamedStreams(device))
+
+
+class NamedStreams:
+    """The calling thread's current stream, or one of its own that stands in for the default stream.
+
+    The driver takes no batch on the default stream (`CUstream` 0), on which scripts and tests work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._stand_in: Any = None
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[int]:
+        """A context for a call to the driver: gives the stream; what is submitted keeps its order."""
+        current = self._module.current_stream(self._device)
+        if current.cuda_stream:
+            yield int(current.cuda_stream)
+            return
+        if self._stand_in is None:
+            self._stand_in = self._module.Stream(self._device)
+        self._stand_in.wait_stream(current)
+        try:
+            yield int(self._stand_in.cuda_stream)
+        finally:
+            current.wait_stream(self._stand_in)
 
 
 class _Location(ctypes.Structure):
@@ -132,24 +162,20 @@ MEMCPY_BATCH = ctypes.CFUNCTYPE(
 class BatchedCopies:
     """`CopyMany` by a function of that signature at an address."""
 
-    def __init__(self, function: int, current_stream: Any) -> None:
+    def __init__(self, function: int, stream: Callable[[], AbstractContextManager[int]]) -> None:
+        """`stream` gives a stream that is not the default one."""
         self._call = MEMCPY_BATCH(function)
-        self._current_stream = current_stream
+        self._stream = stream
         self._attributes = _Attributes(source_access_order=_IN_STREAM_ORDER)
 
     def __call__(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         """As `CopyMany`. The arrays are read before this returns."""
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        error = self._call(
-            targets.ctypes.data,
-            sources.ctypes.data,
-            sizes.ctypes.data,
-            len(targets),
-            ctypes.addressof(self._attributes),
-            ctypes.addressof(first),
-            1,
-            ctypes.addressof(failed),
-            self._current_stream(),
-        )
+        with self._stream() as stream:
+            error = self._call(
+                *(targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(targets)),
+                *(ctypes.addressof(self._attributes), ctypes.addressof(first), 1),
+                *(ctypes.addressof(failed), stream),
+            )
         if error != _SUCCESS:
             raise OSError(f"cuMemcpyBatchAsync says {error}, at copy {failed.value} of {len(targets)}")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lmcache.core.arena import ArenaAttendant
+from lmcache.core.arena import SLAB_BYTES, ArenaAttendant
 from lmcache.engines.copy import Bytes
 from lmcache.engines.copying import PageView
 from lmcache.engines.crossing import Crossing
@@ -264,7 +264,8 @@ def _movers(
         kernel = KernelMover(pages.layers(pages.element(cell_bytes)), layout, used, cell_bytes)
         return kernel, kernel if pages.way is Way.REACH else None
     gatherer = TorchGatherer(pages.layers(pages.element()), layout)
-    if pages.way is Way.BATCH:
+    # a piece that lies in two slabs would cross from one lock of memory to the next, which the driver refuses
+    if pages.way is Way.BATCH and SLAB_BYTES % cell_bytes == 0:
         return gatherer, PieceMover(pages.layers(torch.uint8), layout, cell_bytes, pages.many)
     return gatherer, None
 

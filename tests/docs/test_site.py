@@ -180,7 +180,7 @@ OTHER_PROGRAMS = {
         "--unified-cache-external-linker-backend",
         "--unified-cache-external-linker-config",
     },
-    "docker": {"--network", "--user", "--ipc", "--shm-size"},
+    "docker": {"--network", "--user", "--ipc", "--shm-size", "--cap-add"},
     "pip": {"--upgrade", "--no-deps"},
 }
 """Flags of others that the docs write."""

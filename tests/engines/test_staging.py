@@ -3,6 +3,7 @@
 The ways that need a kernel run in Triton's interpreter, in processes of their own: Triton decides at import.
 """
 
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -97,7 +98,7 @@ def batches() -> tuple[BatchedCopies, list[int]]:
         counts.append(count)
         return 0
 
-    many = BatchedCopies(ctypes.cast(copy, ctypes.c_void_p).value or 0, lambda: 77)
+    many = BatchedCopies(ctypes.cast(copy, ctypes.c_void_p).value or 0, lambda: contextlib.nullcontext(77))
     many.function = copy  # type: ignore[attr-defined]  # it goes with its last reference, and a driver's does not
     return many, counts
 
@@ -120,9 +121,57 @@ def test_a_batch_moves_every_piece_of_an_object_in_one_call(
     assert counts == [len(site.layout.pieces), sum(piece.block in {1, 2} for piece in site.layout.pieces)]
 
 
+class Streams:
+    """As `torch.cuda`, for a stream that is the default one if its number is 0."""
+
+    def __init__(self, current: int) -> None:
+        self.order: list[str] = []
+        self.current = self.stream(current)
+
+    def stream(self, number: int) -> SimpleNamespace:
+        made = SimpleNamespace(cuda_stream=number)
+        made.wait_stream = lambda other: self.order.append(f"{number} waits for {other.cuda_stream}")
+        return made
+
+    def current_stream(self, device: torch.device) -> SimpleNamespace:
+        return self.current
+
+    def Stream(self, device: torch.device) -> SimpleNamespace:  # noqa: N802 - torch's name
+        return self.stream(5)
+
+
+@pytest.mark.parametrize(
+    ("current", "order"),
+    [(3, ["batch on 3"]), (0, ["5 waits for 0", "batch on 5", "0 waits for 5"])],
+    ids=["a stream", "the default stream"],
+)
+def test_a_batch_never_goes_to_the_default_stream(
+    current: int, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = Streams(current)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: streams)
+    named = cuda.NamedStreams(torch.device("cuda", 0))
+    for _ in range(2):
+        with named() as number:
+            streams.order.append(f"batch on {number}")
+    assert streams.order == order * 2
+
+
+def test_pieces_that_may_lie_in_two_locks_of_memory_are_not_copied_one_by_one(
+    batches: tuple[BatchedCopies, list[int]],
+) -> None:
+    many, counts = batches
+    for cell, used in ((1 << 20, True), (3 << 20, False)):  # the latter divides no slab
+        site = Site(*STORAGES[2]("cpu", [4096] * 2), 4, cell, way=Way.BATCH, reach=Everywhere(), many=many)
+        arena = np.zeros(site.arena_bytes, np.uint8)
+        site.copier.store(arena, [0], [9, 2, 5, 1])
+        assert bool(counts) is used
+        counts.clear()
+
+
 def test_a_batch_that_the_driver_refuses_is_an_error() -> None:
     refuse = MEMCPY_BATCH(lambda *_: 700)
-    many = BatchedCopies(ctypes.cast(refuse, ctypes.c_void_p).value or 0, lambda: 0)
+    many = BatchedCopies(ctypes.cast(refuse, ctypes.c_void_p).value or 0, lambda: contextlib.nullcontext(7))
     one = np.ones(1, np.uint64)
     with pytest.raises(OSError, match="cuMemcpyBatchAsync says 700, at copy 0 of 1"):
         many(one, one, one)
