@@ -16,6 +16,8 @@
 #   TORCH_INDEX  address of PyTorch's CPU wheel index, for machines where `pip install torch` takes a CUDA build of
 #                several GB (Linux on x86_64, as a rule); pytorch.org's "get started" page shows it
 #   PYTEST_ARGS  what to pass to pytest: PYTEST_ARGS="tests/cli -x"; with it, `make test` leaves SGLang's tests out
+#   GPU_REPORT   the page that bench-gpu writes beside what it prints: gpu.md; docs/benchmarks is where it belongs
+#   GPU_SECONDS  after which test-gpu and bench-gpu are stopped, each: 300
 #   GPU_PYTHON   a Python with NumPy, pytest, pytest-timeout and a CUDA build of torch, for test-gpu and bench-gpu; without
 #                it they make one in .venv/gpu, which takes several GB
 
@@ -25,6 +27,8 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 GPU_PYTHON ?= $(VENV)/gpu/bin/python
+GPU_REPORT ?= gpu.md
+GPU_SECONDS ?= 300
 HAS_GPU := $(wildcard /dev/nvidiactl)
 BIN := $(VENV)/bin
 INSTALL := tools/pip-install $(VENV)
@@ -61,11 +65,15 @@ test-sglang: $(VENV)/.sglang
 GPU_SETUP := $(if $(HAS_GPU),$(if $(filter $(VENV)/gpu/bin/python,$(GPU_PYTHON)),$(VENV)/.gpu))
 NO_GPU := no NVIDIA GPU is here (/dev/nvidiactl)
 
+# what runs on a machine that is lent for minutes says what it has seen before it is stopped
+GPU_RUN = PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHONUNBUFFERED=1 timeout -s INT -k 30 $(GPU_SECONDS) $(GPU_PYTHON)
+
+# -W default: warnings of whatever torch and Triton are there are nobody's failure
 test-gpu: $(GPU_SETUP)
-	$(if $(HAS_GPU),PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/gpu $(PYTEST_ARGS),@echo "tests/gpu is skipped: $(NO_GPU)")
+	$(if $(HAS_GPU),$(GPU_RUN) -m pytest -W default -p no:cacheprovider tests/gpu $(PYTEST_ARGS),@echo "tests/gpu is skipped: $(NO_GPU)")
 
 bench-gpu: $(GPU_SETUP)
-	$(if $(HAS_GPU),PYTHONPATH=. $(GPU_PYTHON) -m lmcache bench --device cuda,@echo "$(NO_GPU)"; exit 1)
+	$(if $(HAS_GPU),$(GPU_RUN) -m lmcache bench --device cuda --markdown $(GPU_REPORT),@echo "$(NO_GPU)"; exit 1)
 
 check: check-format check-lint check-types check-imports
 

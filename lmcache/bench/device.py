@@ -5,6 +5,7 @@ and blocks are at random places. `cpu` as the device shows that the bench works;
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
@@ -28,7 +30,12 @@ from lmcache.geometry.layout import object_layout
 
 ROW = 10
 CELL_BYTES = 1 << 20
-LOCK_SECONDS = 120.0
+LOCK_SECONDS = 15.0
+"""An arena that is not locked by then is measured as it is, and the notes say so."""
+FIGURE_SECONDS = 2.5
+"""A figure takes so long at most, once it has three samples."""
+BUDGET_SECONDS = 240.0
+"""No way is begun after it: a machine with a GPU may be lent for minutes."""
 MIB = 1 << 20
 
 TARGET = at_least(0.9)
@@ -54,33 +61,85 @@ def describe_device(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)}; {version}; torch {torch.__version__}, CUDA {torch.version.cuda}"
 
 
-def measure_device(device: torch.device, quick: bool, step: Step) -> list[Figure]:
-    """Some minutes on a GPU. Raises LMCacheError when a byte comes back changed."""
-    budget = (4 if quick else 256) * MIB
-    figures: list[Figure] = []
-    for shape in device_shapes():
-        objects = max(2, budget // shape.object_bytes)
+@attrs.define
+class DeviceRun:
+    """What has been measured so far, and what went otherwise."""
+
+    device: torch.device
+    quick: bool
+    step: Step
+    progress: Callable[["DeviceRun"], None]
+    """Called whenever there is more, so that a run that is cut short has not been in vain."""
+    figures: list[Figure] = attrs.field(factory=list)
+    notes: list[str] = attrs.field(factory=list)
+    clock: Callable[[], float] = time.monotonic
+    _began: float = 0.0
+
+    def measure(self) -> None:
+        """At most about `BUDGET_SECONDS`. Raises nothing of what a way does wrong: the notes have it."""
+        self._began = self.clock()
+        budget = (4 if self.quick else 256) * MIB
+        for shape in device_shapes():
+            objects = max(2, budget // shape.object_bytes)
+            cells = object_layout(shape.group, shape.chunk_size, CELL_BYTES).cells
+            with self._arena(objects * cells * CELL_BYTES, f"{shape}") as arena:
+                for way in self._ways():
+                    self._try(f"{shape}, {way.value}", functools.partial(self._copies, shape, way, arena, objects))
+        # the first shape, all ways
+        shape = device_shapes()[0]
         cells = object_layout(shape.group, shape.chunk_size, CELL_BYTES).cells
-        with _arena(device, objects * cells * CELL_BYTES, step) as arena:
-            for way in _ways(device, step):
-                step(f"{shape}, {way.value}")
-                figures += _Bench(device, shape, way, arena, objects).measure(2 if quick else 15)
-    return [*figures, *_slowed(device, quick, step)]
+        with self._arena(4 * cells * CELL_BYTES, "a matrix product") as arena:
+            for way in self._ways():
+                self._try(f"a matrix product beside {way.value}", functools.partial(self._slowed, shape, way, arena))
 
+    def _copies(self, shape: PageShape, way: Way, arena: Bytes, objects: int) -> Iterator[Figure]:
+        return _Bench(self.device, shape, way, arena, objects).measure(2 if self.quick else 15)
 
-def _ways(device: torch.device, step: Step) -> Iterator[Way]:
-    """The ways that can run here."""
-    kernels = importlib.util.find_spec("triton") and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET"))
-    for way in Way:
-        if way in {Way.KERNEL, Way.REACH} and not kernels:
-            step(f"{way.value} is left out: it takes Triton, and a GPU or TRITON_INTERPRET=1")
-        else:
-            yield way
+    def _slowed(self, shape: PageShape, way: Way, arena: Bytes) -> Iterator[Figure]:
+        bench = _Bench(self.device, shape, way, arena, 4)
+        yield _slowed(bench, self.device, f"{shape}, {way.value}", 2 if self.quick else 9, quick=self.quick, way=way)
+
+    def _try(self, what: str, measure: Callable[[], Iterator[Figure]]) -> None:
+        if self.clock() - self._began > BUDGET_SECONDS:
+            self._note(f"{what}: left out, {BUDGET_SECONDS:g} s were over")
+            return
+        self.step(what)
+        began = self.clock()
+        try:
+            self.figures += measure()
+        except Exception as error:  # noqa: BLE001 - on a machine that is lent for minutes the others still count
+            text = " ".join(str(error).split())[:300]
+            self._note(f"{what}: FAILED after {self.clock() - began:.1f} s, {type(error).__name__}: {text}")
+        self.progress(self)
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _ways(self) -> Iterator[Way]:
+        """The ways that can run here."""
+        interpreted = os.environ.get("TRITON_INTERPRET")
+        kernels = importlib.util.find_spec("triton") and (self.device.type != "cpu" or interpreted)
+        for way in Way:
+            if way in {Way.KERNEL, Way.REACH} and not kernels:
+                self._note(f"{way.value}: left out, it takes Triton, and a GPU or TRITON_INTERPRET=1")
+            else:
+                yield way
+
+    @contextlib.contextmanager
+    def _arena(self, size: int, what: str) -> Iterator[Bytes]:
+        with _arena(self.device, size, self.step) as (arena, locked):
+            if not locked:
+                self._note(
+                    f"{what}: the arena of {size >> 20} MiB could not be locked whole within {LOCK_SECONDS:g} s, so "
+                    "`reach` and `batch` went through buffers"
+                )
+            yield arena
 
 
 @contextlib.contextmanager
-def _arena(device: torch.device, size: int, step: Step) -> Iterator[Bytes]:
-    """An arena as a worker maps it, locked for the device if that is allowed."""
+def _arena(device: torch.device, size: int, step: Step) -> Iterator[tuple[Bytes, bool]]:
+    """An arena as a worker maps it, locked for the device if that is allowed; whether it is."""
     descriptor = create_segment(size)
     try:
         mapped = MappedArena(descriptor, size)
@@ -97,7 +156,7 @@ def _arena(device: torch.device, size: int, step: Step) -> Iterator[Bytes]:
             step(f"locking {size >> 20} MiB")
             time.sleep(0.05)
         arena[:] = 0
-        yield arena
+        yield arena, reach.reaches(int(arena.ctypes.data), size)
     finally:
         mapped.close()
 
@@ -144,7 +203,11 @@ class _Bench:
         self._verify()
 
     def _figure(self, what: str, copy: Callable[[], None], plain: Callable[[], Any], samples: int) -> Figure:
-        times = [(self._seconds(copy), self._seconds(plain)) for _ in range(samples)]
+        times: list[tuple[float, float]] = []
+        until = time.monotonic() + FIGURE_SECONDS
+        while len(times) < min(3, samples) or (len(times) < samples and time.monotonic() < until):
+            times.append((self._seconds(copy), self._seconds(plain)))
+        samples = len(times)
         speeds = {"GiB/s": 1 / median(t for t, _ in times), "one pinned copy, GiB/s": 1 / median(t for _, t in times)}
         return figure(
             ROW,
@@ -153,7 +216,7 @@ class _Bench:
             [of_plain / of_copy for of_copy, of_plain in times],
             "× one pinned copy",
             # the others are there to be compared with the one that is used
-            target=TARGET if self._way is chosen_way() else None,
+            target=TARGET if self._way is _default() else None,
             beside={name: self._bytes / (1 << 30) * rate for name, rate in speeds.items()},
             counts={"bytes_moved": samples * self._bytes, "object_bytes": self._shape.object_bytes},
         )
@@ -172,13 +235,10 @@ class _Bench:
                 raise LMCacheError(f"pages came back changed, {self._way.value}: that is a bug, not a figure")
 
 
-def _slowed(device: torch.device, quick: bool, step: Step) -> Iterator[Figure]:
-    """By how much a matrix product takes longer while objects of the first shape are stored and loaded."""
-    shape = device_shapes()[0]
+def _slowed(bench: _Bench, device: torch.device, subject: str, samples: int, *, quick: bool, way: Way) -> Figure:
+    """By how much a matrix product takes longer while objects are stored and loaded."""
     size = 64 if quick else 8192 if device.type == "cuda" else 512
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    one = torch.rand(size, size, device=device, dtype=dtype)
-    cells = object_layout(shape.group, shape.chunk_size, CELL_BYTES).cells
+    one = torch.rand(size, size, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
     kernels = Device(device)
 
     def product() -> float:
@@ -189,20 +249,22 @@ def _slowed(device: torch.device, quick: bool, step: Step) -> Iterator[Figure]:
         kernels.reached(kernels.mark())
         return time.perf_counter() - began
 
-    with _arena(device, 4 * cells * CELL_BYTES, step) as arena:
-        for way in _ways(device, step):
-            step(f"a matrix product beside {way.value}")
-            bench = _Bench(device, shape, way, arena, 4)
-            pairs = [_beside(bench, kernels, product) for _ in range(2 if quick else 9)]
-            yield figure(
-                ROW,
-                "a matrix product is slowed by",
-                f"{shape}, {way.value}",
-                [100 * (beside / alone - 1) for alone, beside, _ in pairs],
-                "%",
-                target=SLOWED if way is chosen_way() else None,
-                counts={"objects_moved_meanwhile": sum(moved for _, _, moved in pairs)},
-            )
+    product()  # what is made at first use is made now
+    pairs = [_beside(bench, kernels, product) for _ in range(samples)]
+    return figure(
+        ROW,
+        "a matrix product is slowed by",
+        subject,
+        [100 * (beside / alone - 1) for alone, beside, _ in pairs],
+        "%",
+        target=SLOWED if way is _default() else None,
+        counts={"objects_moved_meanwhile": sum(moved for _, _, moved in pairs)},
+    )
+
+
+def _default() -> Way:
+    """The way that is used without a word, or that the environment names."""
+    return chosen_way() or Way.GATHER
 
 
 def _beside(bench: _Bench, kernels: Device, product: Callable[[], float]) -> Sequence[Any]:
@@ -210,13 +272,19 @@ def _beside(bench: _Bench, kernels: Device, product: Callable[[], float]) -> Seq
     alone = product()
     stop, going, moved = threading.Event(), threading.Event(), [0]
 
+    failed: list[Exception] = []
+
     def copy() -> None:
-        with kernels.own_stream():
-            while not stop.is_set():
-                bench.store()
-                bench.load()
-                moved[0] += 8
-                going.set()
+        try:
+            with kernels.own_stream():
+                while not stop.is_set():
+                    bench.store()
+                    bench.load()
+                    moved[0] += 8
+                    going.set()
+        except Exception as error:  # noqa: BLE001 - raised again below, in the thread that waits
+            failed.append(error)
+            going.set()
 
     thread = threading.Thread(target=copy, name="lmcache-bench-copies")
     thread.start()
@@ -226,4 +294,6 @@ def _beside(bench: _Bench, kernels: Device, product: Callable[[], float]) -> Seq
     finally:
         stop.set()
         thread.join()
+    if failed:
+        raise failed[0]
     return alone, beside, moved[0]

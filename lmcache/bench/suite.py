@@ -1,12 +1,17 @@
 """What `lmcache bench` measures, and how much of it."""
 
 from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
 
 from lmcache.bench.codecs import measure_codec
 from lmcache.bench.copying import measure_copying
+from lmcache.bench.device_page import as_markdown
 from lmcache.bench.figures import Figure, Step
 from lmcache.bench.hanging_lookups import measure_lookups_beside_hanging
 from lmcache.bench.lookups import measure_lookups
+from lmcache.bench.machine import this_machine
 from lmcache.bench.policies import measure_policies
 from lmcache.bench.shapes import page_shapes
 from lmcache.bench.startup import measure_startup
@@ -38,16 +43,28 @@ def measure_engine(engine: str, quick: bool, step: Step) -> list[Figure]:
     return measures[engine](quick, step)
 
 
-def measure_device(name: str, quick: bool, step: Step) -> tuple[str, list[Figure]]:
-    """What the device is, and row 10. Some minutes. Raises ConfigError without torch or without such a device."""
+def measure_device(name: str, quick: bool, step: Step, page: Path | None) -> tuple[str, list[Figure], list[str]]:
+    """What the device is, row 10, and what went wrong. A few minutes. Raises ConfigError without torch or the device.
+
+    `page`, if there is one, is written anew whenever more has been measured.
+    """
     try:
-        from lmcache.bench.device import describe_device, measure_device, open_device
+        from lmcache.bench.device import DeviceRun, describe_device, open_device
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise ConfigError("--device takes torch, which is not installed here", remedy="pip install torch") from None
     device = open_device(name)
-    return describe_device(device), measure_device(device, quick, step)
+    machine = attrs.evolve(this_machine(), device=describe_device(device))
+
+    def write(run: DeviceRun) -> None:
+        if page is not None:
+            page.write_text(as_markdown(machine, run.figures, run.notes, quick=quick))
+
+    run = DeviceRun(device, quick, step, write)
+    run.measure()
+    write(run)
+    return machine.device, run.figures, run.notes
 
 
 def measure_tiers(urls: Sequence[str], plugins: Sequence[str], quick: bool, step: Step) -> list[Figure]:

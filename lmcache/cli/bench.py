@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import attrs
 import click
@@ -32,6 +33,12 @@ from lmcache.errors import ConfigError, with_extra
     help="Measure copies between this device and the arena instead, in every way there is; takes torch. `cpu` tries "
     "the bench where no GPU is.",
 )
+@click.option(
+    "--markdown",
+    type=click.Path(dir_okay=False, writable=True),
+    metavar="FILE",
+    help="With --device: write a page of it as well, anew whenever more has been measured.",
+)
 @plugin_names
 @click.option("--quick", is_flag=True, help="Fewer and smaller samples: whether it works, not how fast it is.")
 @as_json
@@ -40,6 +47,7 @@ def bench(
     engine: str | None,
     tiers: tuple[str, ...],
     device: str | None,
+    markdown: str | None,
     plugin_names: tuple[str, ...],
     quick: bool,
     as_json: bool,
@@ -52,6 +60,8 @@ def bench(
     chosen = [name for name, value in (("--engine", engine), ("--l2", tiers), ("--device", device)) if value]
     if len(chosen) > 1:
         raise ConfigError(f"{chosen[0]} and {chosen[1]} are two benches", remedy="run one after the other")
+    if markdown and not device:
+        raise ConfigError("--markdown is for a device, and no --device names one", remedy="add --device cuda")
     if plugin_names and not tiers:
         raise ConfigError("--plugin is for tiers, and no --l2 names one", remedy="add --l2 URL, or leave --plugin out")
     try:
@@ -67,9 +77,10 @@ def bench(
     # the servers that are measured end with this process, however it is ended
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     machine = this_machine()
+    notes: list[str] = []
     with _progress() as step:
         if device:
-            about, figures = suite.measure_device(device, quick, step)
+            about, figures, notes = suite.measure_device(device, quick, step, Path(markdown) if markdown else None)
             machine = attrs.evolve(machine, device=about)
         elif tiers:
             figures = suite.measure_tiers(tiers, plugin_names, quick, step)
@@ -81,6 +92,8 @@ def bench(
         click.echo(json.dumps(as_dict(machine, figures, quick=quick), indent=2))
         return
     click.echo(as_text(machine, figures, quick=quick))
+    for note in notes:
+        click.echo(f"not as planned: {note}")
 
 
 @contextmanager

@@ -306,12 +306,22 @@ def _recording(
     return recording(path, limit_bytes, about)
 
 
+HOOK_SECONDS = 2.0
+"""Plugins that still do what they do at the start when the server has ended have so long to come to an end."""
+
+
 def _run(running: "Server", plugins: "PluginManager") -> None:
-    plugins.server_started(address_text(running.config.host, running.port))
+    import threading
+
+    address = address_text(running.config.host, running.port)
+    # beside the loop: a plugin is told that the server answers, so it may ask, or take as long as it likes
+    started = threading.Thread(target=plugins.server_started, args=(address,), name="lmcache-started", daemon=True)
+    started.start()
     try:
         running.run()
     finally:
         signal.set_wakeup_fd(-1)  # the number may soon be another file's
+        started.join(HOOK_SECONDS)
         plugins.server_stopping()
 
 

@@ -108,9 +108,9 @@ def lmcache_register_commands(cli: "click.Group") -> None:
 
 @hookspec
 def lmcache_server_started(address: str) -> None:
-    """The server answers at `address` (`host:port`). Called once, in the server's thread; whoever raises is logged."""
+    """The server answers at `address` (`host:port`). Called once, in a thread beside it; whoever raises is logged."""
 
 
 @hookspec
 def lmcache_server_stopping() -> None:
-    """The server has answered its last request. Called once, in the server's thread; whoever raises is logged."""
+    """The server has answered its last request. Called once, after all that started; whoever raises is logged."""

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from lmcache.core.channel import Pending
 from lmcache.core.protocol import Found
 
-FIRST_PAUSE = 0.002
+SHORTEST_PAUSE = 0.001
 LONGEST_PAUSE = 0.01
-"""Seconds between two questions; twice as long each time."""
+"""Seconds between two questions."""
+SHARE = 0.03
+"""A pause is this share of the time since the first question, so that no more of it is lost in the end."""
 
 
 class PendingHit:
@@ -17,7 +19,7 @@ class PendingHit:
     def __init__(self, pending: Pending[Found], ask_again: Callable[[int], Pending[Found]]) -> None:
         self._pending = pending
         self._ask_again = ask_again
-        self._pause = FIRST_PAUSE
+        self._began = time.monotonic()
         self._not_before = 0.0
 
     def poll(self) -> Found | None:
@@ -27,9 +29,8 @@ class PendingHit:
             return found
         now = time.monotonic()
         if not self._not_before:
-            self._not_before = now + self._pause
+            self._not_before = now + self._pause(now)
         if now >= self._not_before:
-            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
             self._not_before = 0.0
             self._pending = self._ask_again(found.ticket)
         return None
@@ -37,8 +38,7 @@ class PendingHit:
     def wait(self) -> Found:
         """Block until the final answer. Raises DeadlineExceeded, LinkLost or Refused."""
         while (found := self._pending.wait()).again:
-            time.sleep(self._pause)
-            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+            time.sleep(self._pause(time.monotonic()))
             self._pending = self._ask_again(found.ticket)
         return found
 
@@ -49,9 +49,13 @@ class PendingHit:
         """
         end = time.monotonic() + seconds
         while (found := self._pending.wait()).again:
-            if time.monotonic() + self._pause > end:
+            now = time.monotonic()
+            pause = self._pause(now)
+            if now + pause > end:
                 return None
-            time.sleep(self._pause)
-            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+            time.sleep(pause)
             self._pending = self._ask_again(found.ticket)
         return found
+
+    def _pause(self, now: float) -> float:
+        return min(LONGEST_PAUSE, max(SHORTEST_PAUSE, (now - self._began) * SHARE))

@@ -20,9 +20,13 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.skipif(not TORCH, reason="torch moves pages between a device and the arena, and is not installed")
 @pytest.mark.timeout(400)
-def test_every_shape_is_stored_and_loaded_in_every_way_that_the_cpu_has() -> None:
-    done = run("--device", "cpu", "--quick", "--json")
+def test_every_shape_is_stored_and_loaded_in_every_way_that_the_cpu_has(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    done = run("--device", "cpu", "--quick", "--json", "--markdown", str(page))
     assert done.returncode == 0, done.stderr
+    assert page.read_text().startswith("# cpu in a device's place")
+    assert page.read_text().count(" a chunk | batch | ") == 5
+    assert "kernel: left out, it takes Triton, and a GPU" in page.read_text()
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["machine"]["device"].startswith("cpu in a device's place, torch ")
     copies = [f for f in report["figures"] if f["what"] in {"store", "load"}]
@@ -48,6 +52,12 @@ def test_without_a_gpu_the_error_says_what_it_takes() -> None:
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert ("finds no CUDA device here" if TORCH else "--device takes torch") in line
+
+
+def test_a_page_is_written_of_a_device_alone() -> None:
+    done = run("--markdown", "page.md", "--quick")
+    assert done.returncode == 2
+    assert "--markdown is for a device, and no --device names one; add --device cuda" in done.stderr
 
 
 def test_a_device_and_a_tier_are_two_benches() -> None:

@@ -38,6 +38,8 @@ log = logging.getLogger("lmcache.tier")
 _USE_IS_NOTED = 60.0
 """Seconds: a blob's time of modification is brought up to date by a load when it is older than that."""
 
+_EVICTIONS = 3
+"""For one store, of as much as it takes: where that does not help, more would not, and all would go for nothing."""
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _OF_NO_USE = {errno.EIO, errno.EINVAL, errno.ELOOP}
 """What is said of a file that the drive cannot read, or that is no file but a pipe or a link."""
@@ -250,13 +252,14 @@ class DiskTier(StorageTier):
         # one after the other, or what one evicts for its blob is taken by the half of another that fails, too
         if not self._full.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TierError("the deadline has passed")
+        blocks = blocks_of(sum(map(len, parts)))
         try:
-            while True:
+            for tries in itertools.count(1):
                 try:
                     return self._write_once(path, parts, deadline)
                 except OSError as error:
                     _unlink(path)
-                    if error.errno not in _NO_ROOM or not self._shrink(blocks_of(sum(map(len, parts)))):
+                    if error.errno not in _NO_ROOM or tries > _EVICTIONS or not self._shrink(blocks):
                         raise
                 log.info("%s: others fill its file system, too; evicted some blobs for %s", self._name, key)
         finally:
