@@ -133,7 +133,10 @@ def test_without_numpy_it_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert done.returncode == 2
-    assert done.stderr == "lmcache: bench plays the engine, which takes NumPy; pip install 'lmcache[numpy]'\n"
+    assert done.stderr == (
+        "lmcache: bench plays the engine, which takes NumPy; install this lmcache with its extra `numpy`: in its "
+        "checkout, pip install '.[numpy]'\n"
+    )
 
 
 def test_without_the_engine_it_says_so() -> None:

@@ -42,6 +42,7 @@ NO_PAGES = (
             {"l1_bytes": -GIB},
             "--l1-size-gb -1 holds no cell of 1024 KiB; give more memory, or smaller cells with --l1-cell-kb",
         ),
+        ({"host": ""}, "--host '' is not just the name or address of a host; write something like --host 127.0.0.1"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -51,7 +52,7 @@ def test_a_setting_that_cannot_be_is_refused(settings: dict[str, Any], message: 
     assert isinstance(error.value, ValueError)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.1", "::", "example.com", "", "*"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.1", "::", "example.com", "*"])
 def test_a_host_in_reach_of_others_needs_keys_or_a_word(host: str) -> None:
     with pytest.raises(ConfigError) as error:
         ServerConfig(host=host)
