@@ -57,7 +57,7 @@ def test_the_report_has_every_row_that_needs_no_engine_and_the_machines_limits(
 
     assert errors == ""
     assert report["quick"] is True
-    assert {figure["row"] for figure in report["figures"]} == {0, 1, 2, 5, 6}
+    assert {figure["row"] for figure in report["figures"]} == {0, 1, 2, 5, 6, 11}
     assert [(f["what"], f["subject"]) for f in figures(report, 1)] == [
         (what, shape) for shape in SHAPES for what in ("store", "load")
     ]
@@ -103,6 +103,15 @@ def test_every_page_that_was_moved_was_compared_with_its_source(report: dict[str
     assert store["object_bytes"] == size
     assert store["bytes_moved"] == store["objects_moved"] * size
     assert store["pages_verified"] == store["objects_moved"] * pages
+
+
+def test_what_crossed_the_bulk_channel_was_compared_and_copied_plainly_beside_it(report: dict[str, Any]) -> None:
+    rows = [(f["what"], f["subject"].split(", ")[1]) for f in figures(report, 11)]
+    each = ("store", "store, CPU of a GB at both ends", "load", "load, CPU of a GB at both ends")
+    assert rows == [(what, keys) for keys in ("without keys", "with keys") for what in each]
+    for figure in figures(report, 11):
+        assert figure["counts"]["bytes_moved"] == figure["counts"]["bytes_verified"] == 16 * MIB
+        assert set(figure["beside"]) <= {"by CPU time", "plain TCP"}
 
 
 def test_lookups_hit_all_of_a_long_prompt(report: dict[str, Any]) -> None:
