@@ -91,3 +91,8 @@ class Refused(ProtocolError):
     def __init__(self, message: str, *, code: str, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.code = code
+
+
+def with_extra(name: str) -> str:
+    """A remedy: how to get what an extra brings. PyPI's `lmcache` is another project, so its name would bring that."""
+    return f"install this lmcache with its extra `{name}`: in its checkout, pip install '.[{name}]'"

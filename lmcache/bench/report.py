@@ -22,6 +22,7 @@ TITLES = {
     8: "codecs, one thread, on normally distributed bfloat16 values",
     9: "lookups that L1 answers, beside a tier that never does",
     10: "store and load of pages, device ↔ arena, against one large pinned copy of the same bytes",
+    11: "store and load of an engine on another host, over loopback, against a plain TCP copy of the same bytes",
 }
 
 

@@ -69,11 +69,7 @@ class ServerUnderTest:
 
     def cpu_seconds(self) -> float:
         """CPU that all its threads have used so far, to the nanosecond (clock_getcpuclockid(3))."""
-        clock = ctypes.c_int()
-        error = _libc.clock_getcpuclockid(self.pid, ctypes.byref(clock))
-        if error:
-            raise ServerUnavailable(f"the server's CPU clock cannot be read: {os.strerror(error)}")
-        return time.clock_gettime(clock.value)
+        return process_cpu_seconds(self.pid)
 
     def anonymous_bytes(self) -> int:
         """Memory that is the process's own. The arena is not in it: a memory file counts as shared memory."""
@@ -102,6 +98,15 @@ class ServerUnderTest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def process_cpu_seconds(pid: int) -> float:
+    """CPU that all threads of a process have used so far. Raises ServerUnavailable where nobody may know."""
+    clock = ctypes.c_int()
+    error = _libc.clock_getcpuclockid(pid, ctypes.byref(clock))
+    if error:
+        raise ServerUnavailable(f"the CPU clock of process {pid} cannot be read: {os.strerror(error)}")
+    return time.clock_gettime(clock.value)
 
 
 def _kilobytes(path: Path, name: str) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import attrs
 
+from lmcache.bench.bulk import measure_bulk
 from lmcache.bench.codecs import measure_codec
 from lmcache.bench.copying import measure_copying
 from lmcache.bench.device_page import as_markdown
@@ -24,7 +25,7 @@ MIB = 1 << 20
 
 
 def measure(quick: bool, step: Step) -> list[Figure]:
-    """Rows 1, 2, 5 and 6, which need no engine. Two to three minutes; `quick` takes a few seconds."""
+    """Rows 1, 2, 5, 6 and 11, which need no engine. Two to three minutes; `quick` takes a few seconds."""
     figures: list[Figure] = []
     for shape in page_shapes():
         # a full prompt is several times what a CPU caches
@@ -32,6 +33,7 @@ def measure(quick: bool, step: Step) -> list[Figure]:
     figures += measure_lookups(2 if quick else 16, 512, 20 if quick else 1000, step)
     figures += measure_startup(1 if quick else 5, step)
     figures += measure_policies(10_000 if quick else 1_000_000, 3 if quick else 40, step)
+    figures += measure_bulk(1 if quick else 9, 8 if quick else 64, step)
     return figures
 
 

@@ -10,7 +10,7 @@ import attrs
 import click
 
 from lmcache.cli.options import as_json, plugin_names
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, with_extra
 
 
 @click.command(short_help="Measure costs, with the machine's own limits beside them.")
@@ -69,7 +69,7 @@ def bench(
     except ModuleNotFoundError as error:
         if error.name != "numpy":
             raise
-        raise ConfigError("bench plays the engine, which takes NumPy", remedy="pip install 'lmcache[numpy]'") from None
+        raise ConfigError("bench plays the engine, which takes NumPy", remedy=with_extra("numpy")) from None
 
     from lmcache.bench.machine import this_machine
     from lmcache.bench.report import as_dict, as_text

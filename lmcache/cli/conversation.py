@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import socket
 from collections.abc import Iterator
 
 from lmcache.cli.options import address_text
@@ -28,6 +29,10 @@ def conversation(
                 raise ServerUnavailable(str(error).removesuffix(f"; {error.remedy}"), remedy=remedy) from error
             if error.__cause__ is None:
                 raise  # something is there, and did not let us in
+            if isinstance(error.__cause__, socket.gaierror):
+                raise ServerUnavailable(
+                    f"this host knows no {host!r}", remedy="give a name that it knows, or an address"
+                ) from error
             raise ServerUnavailable(
                 f"no lmcache server answers at {address_text(host, port)}: {error.__cause__}",
                 remedy="unless it is started with --host and --keys, a server answers on its own host only: type the "

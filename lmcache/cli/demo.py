@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lmcache.cli.options import as_json
-from lmcache.errors import ConfigError, LMCacheError
+from lmcache.errors import ConfigError, LMCacheError, with_extra
 
 if TYPE_CHECKING:
     from lmcache.engines.demo import Demo, DemoRow
@@ -69,7 +69,7 @@ def _load(engine: str) -> "Demo":
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the demo of {engine} needs {error.name}, which is not installed",
-            remedy=f"install this lmcache with its extra `{'numpy' if engine == 'reference' else engine}`",
+            remedy=with_extra("numpy" if engine == "reference" else engine),
         ) from error
     return module
 

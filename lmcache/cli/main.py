@@ -166,12 +166,16 @@ def _usage(error: click.ClickException, command: str) -> str:
         parameters = ctx.command.get_params(ctx) if ctx else []
         known = [name for parameter in parameters for name in parameter.opts]
         return f"`{command}` has no option {error.option_name}; {nearest(error.option_name, known) or remedy}"
+    if ctx and isinstance(ctx.command, click.Group) and error.message.startswith("No such command"):
+        wrong, known = error.message.split("'")[1], ctx.command.list_commands(ctx)
+        return f"`{command}` has no command {wrong!r}; {nearest(wrong, known) or 'it has ' + ', '.join(known)}"
     if isinstance(error, click.BadOptionUsage) and "requires an argument" in error.message:
         return f"{error.option_name} needs a value; {_allowed(command, error.option_name) or remedy}"
     if isinstance(error, click.BadParameter) and error.param and error.message:
         text = f"{error.param.opts[0]}: {error.message}"
     else:
         text = error.format_message()
+    text = text.replace("is not a valid float range", "is not a number")
     return text if ";" in text else f"{text.rstrip('.')}; {remedy}"
 
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     "plot_file",
     metavar="FILE.png",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw hit ratio against capacity. Needs Matplotlib: the extra lmcache[plot].",
+    help="Draw hit ratio against capacity. Needs Matplotlib, which the extra `plot` brings.",
 )
 @plugin_names
 @as_json

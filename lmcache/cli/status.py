@@ -64,14 +64,14 @@ def _huge_pages(report: Mapping[str, Any]) -> str:
 
 
 def _engines(report: Mapping[str, Any]) -> "Table":
-    table = _table("engine", "rank", "pid", "model", "chunk size", "namespace")
+    table = _table("engine", "rank", "pid or host", "model", "chunk size", "namespace")
     namespaces = {each["digest"]: each for each in report["namespaces"]}
     for client in report["clients"]:
         namespace = namespaces.get(client["namespace"], {"facts": {}, "chunk_size": 0})
         table.add_row(
             client["role"],
-            str(client["rank"]),
-            str(client["pid"]),
+            "" if client["role"] == "peer" else str(client["rank"]),  # another server has none
+            str(client["pid"] or client["host"]),
             namespace["facts"].get("model", ""),
             str(namespace["chunk_size"]),
             client["namespace"],

@@ -87,8 +87,13 @@ class BlobStore:
         """What the tier knows this blob by: `identity.key` without a codec."""
         return blob_key(identity.namespace, identity.chain_hash, identity.group, identity.shard, self._codec_name)
 
-    def store(self, identity: BlobIdentity, payload: Sequence[memoryview], deadline: float) -> int:
+    def begin(self, epoch: str) -> None:
+        """The server of this boot is about to be served by this store. Does not wait, and raises nothing."""
+
+    def store(self, identity: BlobIdentity, payload: Sequence[memoryview], deadline: float) -> int | None:
         """Keep `payload`, all of it or nothing; returns the bytes that the blob takes in the tier.
+
+        None: the store does not want it, which is no failure, and does not have it.
 
         `payload` must not change meanwhile. Raises TierError, or OSError, when it is not kept.
         """

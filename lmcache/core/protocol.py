@@ -14,7 +14,7 @@ fills granted cells and `Read` asks for cells of a ticket, each for a piece of o
 is a second frame of the `Write` and of the answer to `Read`. Each carries a checksum. A writer sends the bytes of every
 cell in order, from its first to the last that the object uses, then `Commit`. A frame of no bytes ends a conversation.
 
-**Other servers** for which this one is a storage tier register as workers, on the bulk channel. `Peek` tells them what
+**Other servers** for which this one is a storage tier register as such, on the bulk channel. `Peek` tells them what
 is in L1, `Take` pins one shard that they then `Read`, and `Confirm`. They store as any worker does.
 
 **Commands** speak TCP: `Ping`, `Status`, and `Pin` and `Unpin`, which name a namespace by its digest, as `Status` does.
@@ -116,6 +116,8 @@ class Role(enum.StrEnum):
     """Looks up and drops; gets no memory."""
     WORKER = "worker"
     """Stores and loads as one rank; gets the arena."""
+    PEER = "peer"
+    """Another server, for which this one is a storage tier; on the bulk channel."""
 
 
 # --------------------------------------------------------------------------------------------------------- on either
@@ -349,7 +351,7 @@ class Contents(Message, frozen=True, array_like=True, tag=True):
 
 
 class Peek(Message, frozen=True, array_like=True, tag=True):
-    """Ask which chunks have one shard of one group in L1: answered with `Peeked`. Worker."""
+    """Ask which chunks have one shard of one group in L1: answered with `Peeked`. Peer."""
 
     hashes: bytes
     """Joined chain hashes, in any order."""
@@ -363,7 +365,7 @@ class Peeked(Message, frozen=True, array_like=True, tag=True):
 
 
 class Take(Message, frozen=True, array_like=True, tag=True):
-    """Ask for one shard of one group of one chunk, whatever hit it may be part of: answered with `Taken`. Worker."""
+    """Ask for one shard of one group of one chunk, whatever hit it may be part of: answered with `Taken`. Peer."""
 
     chain_hash: bytes
     group: int

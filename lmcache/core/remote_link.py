@@ -47,7 +47,7 @@ class RemoteLink(Link):
         return link
 
     def _take_arena(self, engine: Engine, _: Registered) -> None:
-        if engine.role is Role.WORKER:
+        if engine.role is not Role.SCHEDULER:
             self._arena = self._carrier.mirror
 
     def reserve(

@@ -192,6 +192,8 @@ class Server:
     def _tiering(self, tiers: "Sequence[tuple[BlobStore, TierSettings]]", mapping: Mapping, cache: Cache) -> "Tiering":
         from lmcache.core.tiering import Tiering
 
+        for blobs, _ in tiers:
+            blobs.begin(self.epoch)
         return Tiering(
             *(cache, tiers, functools.partial(mapping.pieces, self.config.cell_bytes), self.wake),
             deadline_s=self.config.l2_deadline_s,

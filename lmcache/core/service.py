@@ -358,7 +358,7 @@ class Service:
 
     def _worker(self, connection: Connection) -> Namespace:
         namespace = self._registered(connection)
-        if connection.role is not Role.WORKER:
+        if connection.role is Role.SCHEDULER:
             raise Refused(
                 "only workers have an arena to copy to and from", code=ErrorCode.MALFORMED, remedy="ask as one"
             )

@@ -136,6 +136,8 @@ class Shipments:
             self._sent(committed)
         match reply:
             case Registered():
+                if self.mirror is not None:
+                    raise ProtocolError("the server registered this client twice")
                 self.mirror = _make_mirror(reply)
             case Reserved() if reply.reservation:
                 parcel = self._parcel(self._rights.reserved_cells(reply.reservation), reply.cells)

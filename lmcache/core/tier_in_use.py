@@ -161,18 +161,18 @@ class TierInUse:
             raise RuntimeError(f"slot {slot} of {node} is not committed")
         identity, parts = self._blob(node, slot, unpack_cells(packed))
 
-        def work(deadline: float) -> tuple[int, float]:
+        def work(deadline: float) -> tuple[int | None, float]:
             if self.blobs.contains([identity], deadline)[0]:
                 return 0, 0.0
             started = time.monotonic()
             return self.blobs.store(identity, parts, deadline), time.monotonic() - started
 
-        def stored(answer: tuple[int, float] | None) -> None:
-            if answer is None:
+        def stored(answer: tuple[int | None, float] | None) -> None:
+            written, seconds = answer or (None, 0.0)
+            if written is None:
                 self.counters.lost += 1
             else:
                 self._note(node, slot)
-                written, seconds = answer
                 self.counters.stored += bool(written)
                 self.counters.bytes_written += written
                 self.counters.write_seconds += seconds

@@ -9,7 +9,7 @@ from lmcache.core.blob import BlobStore
 from lmcache.core.blob_format import CODEC_BYTES
 from lmcache.core.codec import Codec
 from lmcache.core.tier import StorageTier
-from lmcache.core.tier_url import TierSettings, TierURL
+from lmcache.core.tier_url import StorePolicy, TierSettings, TierURL
 from lmcache.errors import ConfigError, LMCacheError, PluginError
 from lmcache.plugins.codecs.chain import Chain
 from lmcache.plugins.offers import Offers
@@ -38,6 +38,12 @@ def open_tier(url: str, tiers: Offers[StorageTier], codecs: Offers[Codec]) -> Op
     if chunks is not None:
         if codec:
             raise ConfigError(f"--l2 {settings.location} keeps chunks as they are", remedy="leave codec= out")
+        if chunks.in_order and settings.store_policy is StorePolicy.ON_EVICT:
+            raise ConfigError(
+                f"--l2 {settings.location} takes a chunk only where it has the one before, and what leaves L1 first is "
+                f"the end of a chain",
+                remedy="use store=write-through, or store=never to read only",
+            )
         return OpenedTier(chunks, settings)
     return OpenedTier(BlobStore(tier, codec), settings)
 

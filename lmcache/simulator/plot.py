@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmcache.errors import ConfigError, LMCacheError
+from lmcache.errors import ConfigError, LMCacheError, with_extra
 from lmcache.simulator.compare import OPT, Comparison
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def check_plot(path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
         raise ConfigError(
-            f"--plot needs Matplotlib, which cannot be imported: {error}", remedy="pip install 'lmcache[plot]'"
+            f"--plot needs Matplotlib, which cannot be imported: {error}", remedy=with_extra("plot")
         ) from error
     known = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in known:

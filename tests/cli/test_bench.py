@@ -57,7 +57,7 @@ def test_the_report_has_every_row_that_needs_no_engine_and_the_machines_limits(
 
     assert errors == ""
     assert report["quick"] is True
-    assert {figure["row"] for figure in report["figures"]} == {0, 1, 2, 5, 6}
+    assert {figure["row"] for figure in report["figures"]} == {0, 1, 2, 5, 6, 11}
     assert [(f["what"], f["subject"]) for f in figures(report, 1)] == [
         (what, shape) for shape in SHAPES for what in ("store", "load")
     ]
@@ -105,6 +105,15 @@ def test_every_page_that_was_moved_was_compared_with_its_source(report: dict[str
     assert store["pages_verified"] == store["objects_moved"] * pages
 
 
+def test_what_crossed_the_bulk_channel_was_compared_and_copied_plainly_beside_it(report: dict[str, Any]) -> None:
+    rows = [(f["what"], f["subject"].split(", ")[1]) for f in figures(report, 11)]
+    each = ("store", "store, CPU of a GB at both ends", "load", "load, CPU of a GB at both ends")
+    assert rows == [(what, keys) for keys in ("without keys", "with keys") for what in each]
+    for figure in figures(report, 11):
+        assert figure["counts"]["bytes_moved"] == figure["counts"]["bytes_verified"] == 16 * MIB
+        assert set(figure["beside"]) <= {"by CPU time", "plain TCP"}
+
+
 def test_lookups_hit_all_of_a_long_prompt(report: dict[str, Any]) -> None:
     for figure in figures(report, 2):
         assert figure["counts"] == {"lookups": 20, "chunks_hit": 512, "chunks_held": 1024}
@@ -124,7 +133,10 @@ def test_without_numpy_it_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
     assert done.returncode == 2
-    assert done.stderr == "lmcache: bench plays the engine, which takes NumPy; pip install 'lmcache[numpy]'\n"
+    assert done.stderr == (
+        "lmcache: bench plays the engine, which takes NumPy; install this lmcache with its extra `numpy`: in its "
+        "checkout, pip install '.[numpy]'\n"
+    )
 
 
 def test_without_the_engine_it_says_so() -> None:

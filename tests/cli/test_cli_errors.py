@@ -173,6 +173,22 @@ USAGE = [
         ),
     ),
     (
+        ["tier", "list", "disk:///tmp"],
+        "lmcache: `lmcache tier` has no command 'list'; did you mean ls?",
+    ),
+    (
+        ["keys", "replace"],
+        "lmcache: `lmcache keys` has no command 'replace'; it has new",
+    ),
+    (
+        ["wait-idle", "--timeout", "long"],
+        "lmcache: --timeout: 'long' is not a number; see `lmcache wait-idle --help`",
+    ),
+    (
+        ["tier", "ls", "disk:///etc/passwd"],
+        "lmcache: --l2 disk:///etc/passwd: the folder cannot be opened: Not a directory; name a folder",
+    ),
+    (
         ["geometry", "model", "--keys", "keys"],
         "lmcache: --keys is for a server that wants them; leave it out, for a model needs none",
     ),
@@ -262,8 +278,18 @@ def test_nothing_listening_is_said_at_once(lmcache, command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["ping", "status", "wait-idle"])
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
-def test_a_host_elsewhere_has_a_server_only_if_it_was_told_to(lmcache, host: str, command: str) -> None:
+def test_a_host_that_nobody_knows_is_named(lmcache, command: str) -> None:
+    done = lmcache(command, "--host", "no-such-host.invalid")
+
+    assert done.stderr == (
+        "lmcache: this host knows no 'no-such-host.invalid'; give a name that it knows, or an address\n"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("command", ["ping", "status", "wait-idle"])
+def test_a_host_elsewhere_has_a_server_only_if_it_was_told_to(lmcache, command: str) -> None:
+    host = "192.0.2.1"
     done = lmcache(command, "--host", host)
 
     fact, _, remedy = done.stderr.rpartition(f" at {host}:5555: ")[2].partition("; ")

@@ -207,8 +207,8 @@ def test_without_matplotlib_one_line_says_what_to_install_before_anything_is_rep
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "lmcache: --plot needs Matplotlib, which cannot be imported: No module named 'matplotlib'; pip install "
-        "'lmcache[plot]'\n"
+        "lmcache: --plot needs Matplotlib, which cannot be imported: No module named 'matplotlib'; install "
+        "this lmcache with its extra `plot`: in its checkout, pip install '.[plot]'\n"
     )
 
 

@@ -248,6 +248,11 @@ def test_a_server_that_names_a_cell_twice_or_more_than_it_has_is_not_believed() 
         reserve(ours, 2, *range(2 * CELLS + 1))
 
 
+def test_a_server_that_registers_us_again_is_not_believed() -> None:
+    with pytest.raises(ProtocolError, match="twice"):
+        shipments().answered(registered())
+
+
 @pytest.mark.parametrize("sizes", [(0, 0), (CELL, 0), (CELL - 1, CELL), (-CELL, CELL), (CELL, -CELL)])
 def test_an_arena_of_impossible_sizes_is_refused(sizes: tuple[int, int]) -> None:
     ours = Shipments()

@@ -185,7 +185,7 @@ def test_a_package_that_is_not_installed_is_said_with_the_extra_that_brings_it()
         "codec=aes-gcm needs the package cryptography",
     ]
     assert [line.rpartition("; ")[2] for line in lines] == [
-        "install this lmcache with its extra `zstd`",
-        "install this lmcache with its extra `zstd`",
-        "install this lmcache with its extra `encryption`",
+        "install this lmcache with its extra `zstd`: in its checkout, pip install '.[zstd]'",
+        "install this lmcache with its extra `zstd`: in its checkout, pip install '.[zstd]'",
+        "install this lmcache with its extra `encryption`: in its checkout, pip install '.[encryption]'",
     ]

@@ -1,4 +1,4 @@
-"""`codec=aes-gcm&key_file=PATH`: payloads encrypted and authenticated. Needs the extra `lmcache[encryption]`.
+"""`codec=aes-gcm&key_file=PATH`: payloads encrypted and authenticated. Needs the extra `encryption`.
 
 AES in Galois/counter mode with a key of 256 bits and a new random nonce of 96 bits for each blob; what the blob is
 about (its key in the tier) is authenticated, too, so that no blob can be passed off as another. With random nonces, a
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from lmcache.core.codec import Codec
 from lmcache.core.hookspecs import hookimpl
 from lmcache.core.tier import Buffer
-from lmcache.errors import CodecError, ConfigError
+from lmcache.errors import CodecError, ConfigError, with_extra
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers import Cipher
@@ -45,7 +45,7 @@ class AesGcm(Codec):
         except ImportError as error:
             raise ConfigError(
                 f"codec={self.name} needs the package cryptography: {error}",
-                remedy="install this lmcache with its extra `encryption`",
+                remedy=with_extra("encryption"),
             ) from error
         self._invalid_tag = InvalidTag
         self._ciphers = ciphers

@@ -1,4 +1,4 @@
-"""`codec=zstd`: payloads as one Zstandard frame. Needs the extra `lmcache[zstd]`."""
+"""`codec=zstd`: payloads as one Zstandard frame. Needs the extra `zstd`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 from lmcache.core.codec import Codec
 from lmcache.core.hookspecs import hookimpl
 from lmcache.core.tier import Buffer
-from lmcache.errors import CodecError, ConfigError
+from lmcache.errors import CodecError, ConfigError, with_extra
 
 if TYPE_CHECKING:
     import zstandard
@@ -29,7 +29,7 @@ class Zstd(Codec):
         except ImportError as error:
             raise ConfigError(
                 f"codec={self.name} needs the package zstandard: {error}",
-                remedy="install this lmcache with its extra `zstd`",
+                remedy=with_extra("zstd"),
             ) from error
         self._zstandard = zstandard
         level = options.get("level", "1")

@@ -1,4 +1,4 @@
-"""`codec=zstd-bf16`: Zstandard over separated bytes, for pages of 16-bit numbers. Needs the extra `lmcache[zstd]`.
+"""`codec=zstd-bf16`: Zstandard over separated bytes, for pages of 16-bit numbers. Needs the extra `zstd`.
 
 Of a bfloat16 number one byte holds sign and exponent, which in a KV cache take few values, and the other the mantissa,
 which is noise. Next to each other they spoil each other's statistics; apart, the first shrinks and the second is passed

@@ -42,7 +42,9 @@ class DiskFolder:
         except OSError as error:
             raise ConfigError(
                 f"--l2 disk://{path}: the folder cannot be opened: {error.strerror}",
-                remedy=f"make it (mkdir -p {path}), or give the server's user the right to it",
+                remedy="name a folder"
+                if isinstance(error, NotADirectoryError)
+                else f"make it (mkdir -p {path}), or give the server's user the right to it",
             ) from error
 
     def lock(self) -> None:

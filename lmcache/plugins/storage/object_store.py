@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from lmcache.core.hookspecs import hookimpl
 from lmcache.core.tier import KEY_DIGITS, Buffer, StorageTier, TierLocation
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, with_extra
 from lmcache.plugins.storage.object_store_tier import OPTIONS, ObjectStoreTier, in_short
 
 CONNECT_S = 2
@@ -222,6 +222,6 @@ def _store_classes(location: TierLocation) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--l2 {location} needs obstore, which is not installed",
-            remedy="install this lmcache with its extra `s3`",
+            remedy=with_extra("s3"),
         ) from error
     return {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore, "file": store.LocalStore}

@@ -11,9 +11,9 @@ from lmcache.core.cells import unpack_cells
 from lmcache.core.control import Control, ServerAddress
 from lmcache.core.keys import namespace_digest
 from lmcache.core.link import Engine
-from lmcache.core.protocol import Placed, Role
+from lmcache.core.protocol import PROTOCOL, Placed, Role, Welcome
 from lmcache.core.remote_link import RemoteLink
-from lmcache.errors import ConfigError, ProtocolError, TierError
+from lmcache.errors import ConfigError, LMCacheError, ProtocolError, TierError, VersionMismatch
 
 if TYPE_CHECKING:
     from lmcache.plugins.storage.peer import PeerTier
@@ -22,6 +22,9 @@ log = logging.getLogger("lmcache.server")
 
 NAMESPACES = 64
 """Namespaces with a conversation of their own."""
+
+GREETING_SECONDS = 2.0
+"""How long a server that starts waits for an answer before it says that there is none."""
 
 ASK_AGAIN_SECONDS = 30.0
 """A namespace that the other server cannot have is left alone for so long."""
@@ -39,6 +42,23 @@ class PeerStore(BlobStore):
         self._foreign_until: dict[bytes, float] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._home = ""
+        """Epoch of the server whose tier this is."""
+        self._greeting: threading.Thread | None = None
+
+    def begin(self, epoch: str) -> None:
+        """See whether anybody is there, in a thread, and say it once if not: else only the first miss would."""
+        self._home = epoch
+        self._greeting = threading.Thread(target=self._greet, name="lmcache-peer", daemon=True)
+        self._greeting.start()
+
+    def _greet(self) -> None:
+        try:
+            welcome = self._hello(GREETING_SECONDS)
+        except (LMCacheError, OSError) as error:
+            log.warning("the tier peer://%s: %s; misses until it works", self._peer.address, error)
+        else:
+            log.info("the tier peer://%s is there, epoch %s", self._peer.address, welcome.epoch)
 
     def contains(self, identities: Sequence[BlobIdentity], deadline: float) -> list[bool]:
         """For each, whether the other server has it in L1."""
@@ -68,17 +88,19 @@ class PeerStore(BlobStore):
                 _release(views)
         return Loaded.LOADED if link.confirm(taken.ticket) else Loaded.ABSENT
 
-    def store(self, identity: BlobIdentity, payload: Sequence[memoryview], deadline: float) -> int:
-        """Have the other server keep it; returns the bytes sent, 0 where it has no use or no room for it.
+    def store(self, identity: BlobIdentity, payload: Sequence[memoryview], deadline: float) -> int | None:
+        """Have the other server keep it; returns the bytes sent, None where it has no use or no room for it.
 
         That depends on the chunk before: a server keeps whole chains.
         """
         link = self._link(identity, deadline)
         if link is None:
-            return 0
+            return None
         done = link.reserve(identity.tenant, identity.parent, identity.chain_hash, identity.group, identity.shard)
-        if done.placed != bytes([Placed.GRANTED]):
+        if done.placed == bytes([Placed.PRESENT]):
             return 0
+        if done.placed != bytes([Placed.GRANTED]):
+            return None
         with link.copying() as mirror:
             views = self._views(link, mirror, identity, done.cells)
             length = sum(map(len, views))
@@ -99,6 +121,8 @@ class PeerStore(BlobStore):
             links, self._links = list(self._links.values()), {}
         for link in links:
             link.close()
+        if self._greeting is not None:
+            self._greeting.join()
 
     # ------------------------------------------------------------------------------------------------- conversations
 
@@ -129,19 +153,16 @@ class PeerStore(BlobStore):
             )
         facts = {name: value for name, value in identity.facts.items() if name != "cell_bytes"}
         address, keys = self._peer.address, self._peer.client_keys
-        with Control(address, patience, keys) as control:
-            welcome = control.hello()
-        if not welcome.bulk_port:
-            raise ConfigError(
-                f"the server at {address} has no bulk channel", remedy="start it with --keys, --insecure or --bulk-port"
-            )
-        where = ServerAddress(address.host, welcome.bulk_port)
-        engine = Engine(facts, identity.geometry, Role.WORKER)
+        where = ServerAddress(address.host, self._hello(patience).bulk_port)
+        engine = Engine(facts, identity.geometry, Role.PEER)
         try:
             link = RemoteLink.register_at(where, keys, engine, patience)
         except ProtocolError as error:  # a chunk size that is not ours, or L1 that is too small for a chunk
             log.warning("the tier peer://%s can have nothing of %s: %s", address, facts.get("model", "?"), error)
             return None
+        if link.epoch == self._home:
+            link.close()
+            raise self._is_this_server()
         if link.namespace == namespace_digest(facts) and str(link.cell_bytes) == identity.facts["cell_bytes"]:
             return link
         link.close()
@@ -151,6 +172,30 @@ class PeerStore(BlobStore):
             *(identity.chunk_size, identity.facts["cell_bytes"]),
         )
         return None
+
+    def _hello(self, patience: float) -> Welcome:
+        """Who answers there. Raises ConfigError where that is no other server, or has no bulk channel."""
+        address = self._peer.address
+        with Control(address, patience, self._peer.client_keys) as control:
+            welcome = control.hello()
+        if welcome.epoch == self._home:
+            raise self._is_this_server()
+        if welcome.protocol != PROTOCOL:
+            raise VersionMismatch(
+                f"the server at {address} (lmcache {welcome.version}) speaks protocol {welcome.protocol}, this one "
+                f"{PROTOCOL}",
+                remedy="install the same version of lmcache on both hosts",
+            )
+        if not welcome.bulk_port:
+            raise ConfigError(
+                f"the server at {address} has no bulk channel", remedy="start it with --keys, --insecure or --bulk-port"
+            )
+        return welcome
+
+    def _is_this_server(self) -> ConfigError:
+        return ConfigError(
+            f"{self._peer.address} is this server itself", remedy="name another one, or leave the tier out"
+        )
 
     def _views(self, link: RemoteLink, mirror: memoryview, identity: BlobIdentity, packed: bytes) -> list[memoryview]:
         """The bytes of one object in the mirror."""

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from lmcache.core.hookspecs import hookimpl
 from lmcache.core.tier import KEY_DIGITS, Buffer, StorageTier, TierLocation
 from lmcache.core.tier_url import choice, positive_number
-from lmcache.errors import ConfigError, TierError
+from lmcache.errors import ConfigError, TierError, with_extra
 from lmcache.plugins.storage.redis_servers import Server, Servers
 from lmcache.plugins.storage.redis_wire import Address, Line, trouble
 
@@ -178,7 +178,7 @@ class RedisTier(StorageTier):
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"--l2 {self._location} needs redis-py, which is not installed",
-                remedy="install this lmcache with its extra `redis`",
+                remedy=with_extra("redis"),
             ) from error
         secrets = self._location.secrets
         return partial(

@@ -280,6 +280,8 @@ for kind, location in ((object_store.S3Tier, TierLocation("s3", "b")), folder):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
 
     assert done.stdout == (
-        "ConfigError --l2 s3://b needs obstore, which is not installed; install this lmcache with its extra `s3`\n"
-        "ConfigError --l2 file:/// needs obstore, which is not installed; install this lmcache with its extra `s3`\n"
+        "ConfigError --l2 s3://b needs obstore, which is not installed; install this lmcache with its extra `s3`: in "
+        "its checkout, pip install '.[s3]'\n"
+        "ConfigError --l2 file:/// needs obstore, which is not installed; install this lmcache with its extra `s3`: in "
+        "its checkout, pip install '.[s3]'\n"
     )

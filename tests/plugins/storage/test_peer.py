@@ -2,14 +2,17 @@
 
 import contextlib
 import itertools
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from core_stand import wait_until
 from reference_stand import RunningServer, assert_same, prompt, start
 
+from lmcache.cli.status import status
 from lmcache.core.control import Control, ServerAddress
 from lmcache.core.curve import new_keys
 from lmcache.engines.reference.demo import expected_hit
@@ -61,6 +64,28 @@ def told(server: RunningServer) -> dict[str, Any]:
     return counters
 
 
+def row_of_the_peer(server: RunningServer) -> list[str]:
+    """Words of the line in which `lmcache status` shows another server."""
+    shown = CliRunner().invoke(status, ["--port", server.address.rpartition(":")[2]])
+    (row,) = [line.split() for line in shown.output.splitlines() if line.startswith("peer ")]
+    return row
+
+
+def test_a_server_that_names_itself_serves_as_if_it_had_no_tier(engine: Callable[..., Engine], serve: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    itself = serve("--insecure", "--bulk-port", "0", "--l2", f"peer://localhost:{port}", port=port)
+    mine = engine(itself)
+    (cold,) = mine.generate([prompt(PROMPT)])
+    mine.drop_prefix_cache()
+    (again,) = mine.generate([prompt(PROMPT)])
+    assert_same(cold, again)
+    assert again.hit_tokens > 0
+    seen = told(itself)
+    assert (seen["stored"], seen["loaded"]) == (0, 0)
+    assert seen["errors"] > 0
+
+
 @pytest.mark.parametrize(("shape", "ranks"), [("llama", 1), ("hybrid", 1), ("gemma", 1), ("llama", 2)])
 def test_what_another_servers_engines_have_stored_is_a_hit_here(
     serve: Start, engine: Callable[..., Engine], shape: str, ranks: int
@@ -91,6 +116,7 @@ def test_what_is_stored_here_is_written_through_in_whole_chains(serve: Start, en
     (cold,) = engine(here).generate([tokens])
     seen = tier(here)
     assert seen["stored"] == there.counters()["shards_committed"] >= PROMPT // 64
+    assert row_of_the_peer(there)[1] == "127.0.0.1"  # and no rank, as an engine has
     here.kill()
     (served,) = engine(there).generate([tokens])
     assert_same(cold, served)

@@ -363,5 +363,5 @@ except Exception as error:
 
     assert done.stdout == (
         "ConfigError --l2 redis://localhost needs redis-py, which is not installed; install this "
-        "lmcache with its extra `redis`\n"
+        "lmcache with its extra `redis`: in its checkout, pip install '.[redis]'\n"
     )
