@@ -23,7 +23,7 @@ from redis_stand import free_port
 
 from lmcache.core.tier import TierLocation
 
-START_S = 60.0
+START_S = 120.0
 CREDENTIALS = {"access_key": "AKIDTEST", "secret_key": "t0ps3cret"}
 
 
@@ -39,13 +39,21 @@ class S3Server:
                 stderr=log,
                 env=os.environ | {"PYTHONWARNINGS": "ignore"},
             )
+        try:
+            self._await_start(folder / "moto.log")
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    def _await_start(self, log: Path) -> None:
         end = time.monotonic() + START_S
         while True:
             with contextlib.suppress(OSError):
                 self.make_bucket("test")
                 return
-            assert self._process.poll() is None, (folder / "moto.log").read_text()
-            assert time.monotonic() < end, "moto's server does not answer"
+            assert self._process.poll() is None, log.read_text()
+            assert time.monotonic() < end, f"moto's server does not answer:\n{log.read_text()}"
             time.sleep(0.05)
 
     def make_bucket(self, name: str) -> None:
