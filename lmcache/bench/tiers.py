@@ -4,7 +4,7 @@ One sample is a prompt. Stored: committed, until the tier has all of it. Restore
 evicted, until the final answer is there; every byte of it was verified by then, and is compared here once more. Beside
 each, as many bytes are written and read plainly: the same sizes, threads and flags, on the same device, and from and
 into the same memory, for on virtual machines a device may be three times as fast with some of it as with other
-(docs/decisions/0029).
+(docs/decisions/0031).
 """
 
 import itertools
