@@ -76,6 +76,17 @@ class SaysWhatWasCopied(Shelf):
         return min(super().load(key, into, deadline), sum(map(len, into)))
 
 
+class SaysEarly(Shelf):
+    def load_in_pieces(self, key, into, deadline):
+        yield len(self.blobs.get(key, b""))
+        yield self.load(key, into, deadline)
+
+
+class ForgetsTheLength(Shelf):
+    def load_in_pieces(self, key, into, deadline):
+        yield self.load(key, into, deadline) // 2
+
+
 class FillsTheFirstBufferOnly(Shelf):
     def load(self, key, into, deadline):
         super().load(key, into[:1], deadline)
@@ -138,6 +149,8 @@ class Forgets(Shelf):
     [
         (KeepsReferences, "what_becomes_of_the_callers_buffer_afterwards_does_not_matter", ()),
         (SaysWhatWasCopied, "a_blob_longer_than_the_buffers_is_cut_and_says_how_long_it_is", (5000,)),
+        (SaysEarly, "what_is_said_to_be_there_while_a_blob_is_read_is_there", (10_000,)),
+        (ForgetsTheLength, "what_is_said_to_be_there_while_a_blob_is_read_is_there", (10_000,)),
         (FillsTheFirstBufferOnly, "a_blob_may_come_and_go_in_pieces", ((4096,),)),
         (NeverLate, "a_store_whose_deadline_has_passed_raises_and_leaves_what_was_there", ()),
         (NeverLate, "a_load_whose_deadline_has_passed_raises_and_a_later_one_is_served", ()),

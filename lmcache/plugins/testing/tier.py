@@ -190,6 +190,18 @@ class StorageTierSuite(abc.ABC):
         assert tier.load(make_key("a"), into, _soon()) == 10_000
         assert_same_bytes(b"".join(into)[:10_000], blob)
 
+    @pytest.mark.parametrize("length", [1, 10_000, (9 << 20) + 17])
+    def test_what_is_said_to_be_there_while_a_blob_is_read_is_there(self, tier: StorageTier, length: int) -> None:
+        blob, before = make_blob(length), 0
+        tier.store(make_key("a"), [blob], _soon())
+        into = [_pages(_PAGE), _pages(-(-length // _PAGE) * _PAGE)]
+        for count in tier.load_in_pieces(make_key("a"), into, _soon()):
+            assert before <= count <= length
+            assert_same_bytes(b"".join(into)[:count], blob[:count])
+            before = count
+        assert before == length
+        assert list(tier.load_in_pieces(make_key("b"), into, _soon()))[-1] == 0
+
     @pytest.mark.parametrize(("first", "second"), [(100_000, 5_000), (5_000, 100_000), (8192, 8192)])
     def test_a_store_replaces_what_was_there(self, tier: StorageTier, first: int, second: int) -> None:
         tier.store(make_key("a"), [make_blob(first, 1)], _soon())
