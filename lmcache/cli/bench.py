@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 import click
 
-from lmcache.cli.options import as_json, plugin_names
+from lmcache.cli.options import PathName, as_json, plugin_names
 from lmcache.errors import ConfigError, with_extra
 
 
@@ -35,7 +35,7 @@ from lmcache.errors import ConfigError, with_extra
 )
 @click.option(
     "--markdown",
-    type=click.Path(dir_okay=False, writable=True),
+    type=PathName(dir_okay=False, writable=True),
     metavar="FILE",
     help="With --device: write a page of it as well, anew whenever more has been measured.",
 )

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from lmcache.cli.options import PathName
+
 
 @click.group(short_help="Make keys for a server and its clients on other hosts.")
 def keys() -> None:
@@ -11,7 +13,7 @@ def keys() -> None:
 
 
 @keys.command(short_help="Make a server's keys and a client's.")
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("folder", type=PathName(file_okay=False, path_type=Path))
 def new(folder: Path) -> None:
     """Write server.key and client.key to FOLDER, readable by you alone. Files that are there are never overwritten."""
     from lmcache.core.curve import new_keys

@@ -68,6 +68,16 @@ class NumberRange(click.FloatRange):
         return number
 
 
+class PathName(click.Path):
+    """A path. Not the empty one, which stands for the current folder, and comes of a variable that is not set."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """`value` as what the type is asked for."""
+        if value == "":
+            self.fail("'' is no path; write one, or . for the current folder", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def gigabytes(text: str) -> int:
     """Bytes of a positive number of GB, written `0.5` or `100`; anything else fails with what to write instead."""
     try:

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from lmcache.cli.options import (
     NumberRange,
+    PathName,
     WholeNumber,
     address_text,
     chunk_size_text,
@@ -171,7 +172,7 @@ if TYPE_CHECKING:
 @plugin_names
 @click.option(
     "--socket-dir",
-    type=click.Path(file_okay=False),
+    type=PathName(file_okay=False),
     help="Folder for the Unix socket, for containers that share a volume. Without it no file is made.",
 )
 @click.option(

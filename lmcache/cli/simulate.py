@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lmcache.cli.options import WholeNumber, as_json, plugin_names
+from lmcache.cli.options import PathName, WholeNumber, as_json, plugin_names
 
 if TYPE_CHECKING:
     from lmcache.core.policy import EvictionPolicy
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Replay request traces against eviction policies.")
-@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=PathName(path_type=Path))
 @click.option(
     "--policy",
     "policies",
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     "--plot",
     "plot_file",
     metavar="FILE.png",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=PathName(dir_okay=False, path_type=Path),
     help="Draw hit ratio against capacity. Needs Matplotlib, which the extra `plot` brings.",
 )
 @plugin_names

@@ -133,6 +133,10 @@ USAGE = [
         ),
     ),
     (
+        ["keys", "new", ""],
+        "lmcache: folder: '' is no path; write one, or . for the current folder",
+    ),
+    (
         ["server", "--host", "http://127.0.0.1:5555"],
         (
             "lmcache: --host 'http://127.0.0.1:5555' is not just the name or address of a host; write --host 127.0.0.1 "

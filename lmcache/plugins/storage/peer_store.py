@@ -42,6 +42,8 @@ class PeerStore(BlobStore):
         self._foreign_until: dict[bytes, float] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._patience = 0.1
+        """Seconds that a call has, as far as is known."""
         self._home = ""
         """Epoch of the server whose tier this is."""
         self._greeting: threading.Thread | None = None
@@ -128,7 +130,10 @@ class PeerStore(BlobStore):
 
     def _link(self, identity: BlobIdentity, deadline: float) -> RemoteLink | None:
         """The conversation about a namespace; None where the other server can have nothing of it."""
+        left = deadline - time.monotonic()
         with self._lock:
+            # a conversation outlives the call that begins it, which may be one that has waited long
+            self._patience = max(self._patience, left)
             link = self._links.get(identity.namespace)
             if link is not None and link.alive:
                 return link
@@ -137,7 +142,7 @@ class PeerStore(BlobStore):
             if self._closed:
                 raise TierError(f"{self._peer.address} is closed")
             self._links.pop(identity.namespace, None)
-            link = self._register(identity, max(0.1, deadline - time.monotonic()))
+            link = self._register(identity, self._patience)
             if link is None:
                 self._foreign_until[identity.namespace] = time.monotonic() + ASK_AGAIN_SECONDS
                 return None

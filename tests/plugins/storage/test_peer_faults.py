@@ -150,6 +150,19 @@ def test_a_slow_peer_is_waited_for_as_long_as_bytes_come(peer: Peer, store_of: S
     assert load(store_of(peer({Read: slowly}))) == (Loaded.LOADED, FULL)
 
 
+def test_a_call_in_a_hurry_begins_no_conversation_that_is_in_a_hurry_for_ever(peer: Peer, store_of: StoreOf) -> None:
+    def slowly(request: Read) -> Any:
+        time.sleep(1.0)
+        return contents(request, FULL)
+
+    store = store_of(peer({Read: slowly}))
+    assert store.contains([BLOB], soon()) == [True]
+    for link in store._links.values():
+        link.close()
+    assert store.contains([BLOB], soon(0.3)) == [True]
+    assert load(store) == (Loaded.LOADED, FULL)
+
+
 @pytest.mark.parametrize("silent", [Hello, Register, Peek, Take, Read, Confirm])
 def test_a_peer_that_hangs_costs_no_more_than_its_time(peer: Peer, store_of: StoreOf, silent: Any) -> None:
     store = store_of(peer({silent: lambda _: None}))
