@@ -129,6 +129,8 @@ def pretend_to_have_a_gpu() -> None:
     kind.get_attn_backend_cls = classmethod(sparse_too)
     torch.cuda.Event = torch.cuda.Stream = MagicMock  # type: ignore[assignment,misc]
     torch.accelerator.empty_cache = lambda: None
+    # where a CPU computes in bfloat16, vLLM keeps states in float32: a rule of CPUs
+    torch.cpu._is_avx512_bf16_supported = lambda: False
     o_proj.compute_fp8_einsum_recipe = lambda *_, **__: ((1, 1, 1), False)
     registry._run_in_subprocess = lambda inspect: inspect()
     init_workspace_manager(torch.device("cpu"))
