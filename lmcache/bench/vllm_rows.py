@@ -61,8 +61,8 @@ HIT_PROMPTS = {
 """vLLM caches whole blocks of 128 tokens here, the server whole chunks of 256."""
 
 HIT_BLOCKS = 48
-"""Of the engine. A prompt takes most of them: blocks that are used for the first time take twice as long to fill on a CPU,
-for the kernel has to find memory for them."""
+"""Of the engine. A prompt takes most of them: blocks that are used for the first time take twice as long to fill on a
+CPU, for the kernel has to find memory for them."""
 
 
 def measure_vllm(quick: bool, step: Step) -> list[Figure]:

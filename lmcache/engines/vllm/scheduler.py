@@ -7,9 +7,9 @@ One request goes through this:
        │          └─────────┴── miss, deadline, no server, hit not used, load failed ──▶ Settled
        └── preempted: it will be looked up again, with what it has generated
 
-Nothing here waits for longer than `PATIENCE_S` a step. An answer that does not come is a miss; a ticket that is not used
-is dropped; a request whose load failed is never looked up again, for vLLM asks again at once and would load the same
-thing for ever.
+Nothing here waits for longer than `PATIENCE_S` a step. An answer that does not come is a miss; a ticket that is not
+used is dropped; a request whose load failed is never looked up again, for vLLM asks again at once and would load the
+same thing for ever.
 """
 
 import logging
