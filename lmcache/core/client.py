@@ -79,6 +79,12 @@ class Client:
             raise ServerUnavailable(f"there is no link to a server: {self._why}")
         return link
 
+    @property
+    def linked(self) -> bool:
+        """Whether `link` would return one now."""
+        link = self._link
+        return link is not None and link.alive
+
     def close(self) -> None:
         """End the link and the thread. Idempotent."""
         link = self._link

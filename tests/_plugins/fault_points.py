@@ -241,10 +241,11 @@ def run_engine(arguments: list[str]) -> int:
     from lmcache.engines.reference.shapes import GEOMETRIES
 
     wrap_link("scheduler")
-    shape, ranks, *address = arguments
+    shape, ranks, deadline, *address = arguments
     command = (sys.executable, __file__, "rank")
+    server = address[0] if address else ""
     with Engine(
-        GEOMETRIES[shape], server=address[0] if address else "", ranks=int(ranks), rank_command=command, deadline=0.4
+        GEOMETRIES[shape], server=server, ranks=int(ranks), rank_command=command, deadline=float(deadline)
     ) as engine:
         print(json.dumps({"ranks": engine.rank_pids}), flush=True)
         for line in sys.stdin:

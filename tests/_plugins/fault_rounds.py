@@ -35,7 +35,6 @@ from lmcache.errors import LMCacheError
 
 HOSTS = Path(__file__).with_name("fault_points.py")
 PATIENCE_S = 60.0
-SETTLE_S = 8.0
 VICTIMS = ("server", "engine", "rank")
 ACTIONS = ("kill", "stop")
 ROUNDS_PER_SHAPE = 25
@@ -63,10 +62,10 @@ def all_faults() -> list[Fault]:
 
 
 def wait_until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    until = time.monotonic() + SETTLE_S
+    until = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > until:
-            raise AssertionError(f"after {SETTLE_S:g} s: {what()}")
+            raise AssertionError(f"after {PATIENCE_S:g} s: {what()}")
         time.sleep(0.01)
 
 
@@ -128,7 +127,9 @@ class Host:
 class Bench:
     """A server, an engine of two ranks and an engine without a cache to compare with."""
 
-    def __init__(self, seed: int, folder: Path) -> None:
+    def __init__(self, seed: int, folder: Path, deadline: float = 0.4) -> None:
+        """`deadline` of the engine; as it is, some of those who are stopped are given up, and some are not."""
+        self._deadline = str(deadline)
         self._random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.trigger = Trigger.create(folder / "armed")
@@ -170,12 +171,12 @@ class Bench:
         self.server = self._start_server()
 
     def _start_engine(self) -> Host:
-        host = Host(self._environment, "engine", self._shape, "2", self._address)
+        host = Host(self._environment, "engine", self._shape, "2", self._deadline, self._address)
         self._ranks = json.loads(host.line())["ranks"]
         return host
 
     def _start_alone(self) -> Host:
-        host = Host(self._environment, "engine", self._shape, "2")
+        host = Host(self._environment, "engine", self._shape, "2", self._deadline)
         host.line()
         return host
 

@@ -6,6 +6,8 @@ import logging
 import sys
 from typing import Any
 
+from reference_stand import epochs
+
 from lmcache.engines.reference.engine import Engine
 from lmcache.engines.reference.shapes import GEOMETRIES
 
@@ -32,6 +34,8 @@ def main() -> None:
             elif "forget" in command:
                 engine.drop_prefix_cache()
                 tell({})
+            elif "epochs" in command:
+                tell(sorted(epochs(engine)))
             elif "end" in command:
                 return
 

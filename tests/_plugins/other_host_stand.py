@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from core_stand import wait_until
+from reference_stand import DEADLINE_S, RunningServer
 
 _FOLDERS = [str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]
 IP = shutil.which("ip", path=os.pathsep.join(_FOLDERS))
@@ -62,8 +64,8 @@ class OtherHost:
         )
 
     def engine(self, shape: str, server: str, keys: str = "", **settings: Any) -> "RemoteEngine":
-        """Start a reference engine there."""
-        engine = RemoteEngine(self, {"shape": shape, "server": server, **settings}, keys)
+        """Start a reference engine there, patient with its server."""
+        engine = RemoteEngine(self, {"shape": shape, "server": server, "deadline": DEADLINE_S, **settings}, keys)
         self._processes.append(engine.process)
         return engine
 
@@ -123,6 +125,10 @@ class RemoteEngine:
     def forget(self) -> None:
         """Let it forget the KV that it holds itself."""
         self.ask(forget=True)
+
+    def await_links(self, server: RunningServer) -> None:
+        """Until scheduler and worker, both of one process, have their links to this boot of the server."""
+        wait_until(lambda: self.ask(epochs=True) == [server.epoch])
 
     def close(self) -> str:
         """End it in order; what it has logged."""

@@ -4,17 +4,25 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 import pytest
+from core_stand import PATIENCE_S, wait_until
 
+from lmcache.core.client import Client
 from lmcache.core.control import Control, ServerAddress
 from lmcache.engines.reference.demo import same_answer
 from lmcache.engines.reference.engine import Engine
+from lmcache.engines.reference.ranks import LocalRank
 from lmcache.engines.reference.requests import Output
 from lmcache.engines.reference.shapes import ModelShape
+from lmcache.errors import ServerUnavailable
 from lmcache.plugins.testing import Answer, EngineUnderTest
+
+DEADLINE_S = 20.0
+"""Of an engine whose test is not about deadlines: a host that holds everything up for seconds costs no hit."""
 
 READY = re.compile(r"lmcache server ready on (\S+): .* epoch ([0-9a-f]{16})\n")
 
@@ -34,7 +42,7 @@ class RunningServer:
         return self._report()["counters"]
 
     def wait_idle(self) -> None:
-        with Control(ServerAddress.parse(self.address)) as control:
+        with Control(ServerAddress.parse(self.address), PATIENCE_S) as control:
             control.wait_idle()
 
     def kill(self) -> None:
@@ -42,7 +50,7 @@ class RunningServer:
         self.process.communicate()
 
     def _report(self) -> dict[str, dict[str, int]]:
-        with Control(ServerAddress.parse(self.address)) as control:
+        with Control(ServerAddress.parse(self.address), PATIENCE_S) as control:
             return control.status()
 
 
@@ -61,6 +69,35 @@ def start(*arguments: str, port: int = 0) -> RunningServer:
         process.kill()
         pytest.fail(f"the server said {line!r} and {process.communicate()[1]!r}")
     return RunningServer(process, ready[1], ready[2])
+
+
+def engine_at(server: RunningServer | str, shape: ModelShape, **settings: Any) -> Engine:
+    """An engine that uses `server` and is patient with it."""
+    address = server if isinstance(server, str) else server.address
+    return Engine(shape, server=address, **{"deadline": DEADLINE_S, **settings})
+
+
+def await_links(engine: Engine, server: RunningServer) -> None:
+    """Until scheduler and worker, both of this process, have their links to this boot of the server, and nobody else.
+
+    The server counts a client a moment before that has its link: a lookup in between is a miss.
+    """
+    wait_until(lambda: epochs(engine) == {server.epoch})
+    wait_until(lambda: server.gauges()["clients"] == 2)
+
+
+def epochs(engine: Engine) -> set[str]:
+    """The boots of the server that scheduler and worker have links to; an empty one for each that has none."""
+    assert isinstance(engine._ranks, LocalRank)
+    return {_epoch(client) for client in (engine.client, engine._ranks._rank._client)}
+
+
+def _epoch(client: Client | None) -> str:
+    assert client
+    try:
+        return client.link().epoch
+    except ServerUnavailable:
+        return ""
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
@@ -95,6 +132,10 @@ class ReferenceUnderTest(EngineUnderTest):
     def _answer(self, output: Output) -> Answer:
         logits = tuple(value for row in output.logits for value in row.tolist())
         return Answer(tuple(output.tokens), output.hit_tokens + output.own_hit_tokens, logits)
+
+    def linked(self) -> bool:
+        # ranks that are processes do not say
+        return self._engine.client.linked if self.clients > 2 else "" not in epochs(self._engine)
 
     def drop_own_cache(self) -> None:
         self._engine.drop_prefix_cache()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from core_stand import PATIENCE_S, wait_until
 
 from lmcache.core.control import Control, ServerAddress
 from lmcache.errors import ServerUnavailable
@@ -26,6 +27,11 @@ SHARED_ENGINE = {"max_model_len": 5248, "max_num_batched_tokens": 1000}
 """Prefills in pieces that are no multiple of a chunk."""
 BLOCKS = 44
 """Of the shared engine: one prompt of 5,248 tokens fits, five of 1,025 do not."""
+
+
+LINKED = "result = all(half._client.linked for half in map(driver.names.get, ('looking', 'storer')) if half)"
+"""The server knows of a link a moment before the engine does, and a lookup in between would be a miss. Workers that are
+processes of their own do not say."""
 
 
 class EngineProcess:
@@ -131,8 +137,9 @@ class ServerProcess:
         command = [sys.executable, "-m", "lmcache", "server", "--port", str(self.port), "--l1-size-gb", "1"]
         with self._log.open("a") as stream:
             self._process = subprocess.Popen([*command, *(flags or self.flags)], stdout=stream, stderr=stream)
-        for _ in range(200):
-            with contextlib.suppress(ServerUnavailable), self.control(0.2) as control:
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            with contextlib.suppress(ServerUnavailable), self.control() as control:
                 # until then it answers, and has no room for anything
                 if control.status()["gauges"]["cells_backed"]:
                     return
@@ -153,12 +160,12 @@ class ServerProcess:
             self._process.wait()
             self._process = None
 
-    def control(self, deadline: float = 2.0) -> Control:
-        return Control(ServerAddress(port=self.port), deadline)
+    def control(self) -> Control:
+        return Control(ServerAddress(port=self.port), PATIENCE_S)
 
     def await_clients(self, number: int) -> None:
         """Return when that many clients, neither more nor fewer, are registered."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             with self.control() as control:
                 if control.status()["gauges"]["clients"] == number:
@@ -220,6 +227,7 @@ class Stand:
     def await_engine(self) -> None:
         self.engine.await_start()
         self.server.await_clients(self._clients)
+        wait_until(lambda: self.engine.run(LINKED))
 
     def close(self) -> None:
         if self.engine is not None:
@@ -253,6 +261,9 @@ class VllmUnderTest(EngineUnderTest):
         except pytest.fail.Exception as end:
             raise RuntimeError("the engine has ended") from end
         return [Answer(tuple(each["tokens"]), each["cached"], tuple(each["logprobs"])) for each in answers]
+
+    def linked(self) -> bool:
+        return self._engine.run(LINKED)
 
     def drop_own_cache(self) -> None:
         self._engine.forget()

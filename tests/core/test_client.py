@@ -23,7 +23,7 @@ CHUNK = 64
 PAGE = 4096
 GEOMETRY = Geometry((KVGroup(GroupKind.FULL, 16, (PAGE,)),))
 """Four blocks of one page each: an object is four cells' worth of one 16 KiB cell."""
-QUICK = ClientSettings(deadline=1.5, retry_min=0.02, retry_max=0.1)
+SETTINGS = ClientSettings(deadline=5.0, retry_min=0.02, retry_max=0.1)
 PATIENCE = 20.0
 
 
@@ -80,9 +80,9 @@ def connect(server: ServerProcess) -> Iterator[Callable[..., Client]]:
     clients: list[Client] = []
 
     def connecting(role: Role = Role.WORKER, geometry: Geometry = GEOMETRY, **options: object) -> Client:
-        client = Client(server.address, Engine({"model": "m"}, geometry, role), QUICK, **options)  # type: ignore[arg-type]
+        client = Client(server.address, Engine({"model": "m"}, geometry, role), SETTINGS, **options)  # type: ignore[arg-type]
         clients.append(client)
-        client.start(5.0)
+        client.start(PATIENCE)
         return client
 
     yield connecting
@@ -172,7 +172,7 @@ def test_a_stopped_server_costs_one_deadline_and_then_nothing(server, connect):
     client = connect()
     link = client.link()
     server.signal(signal.SIGSTOP)
-    with pytest.raises(DeadlineExceeded, match=r"did not answer within 1\.5 s"):
+    with pytest.raises(DeadlineExceeded, match=r"did not answer within 5 s"):
         link.reserve("", b"", hashes_of(1, 1), 0, 0)
     assert not link.alive
     with pytest.raises(ServerUnavailable):  # the circuit is open: nobody waits again

@@ -49,8 +49,9 @@ def link(server: RunningServer) -> Iterator[Link_]:
         def register(engine: Engine = WORKER, deadline: float = PATIENCE_S) -> Link:
             with Control(server.address, PATIENCE_S) as control:
                 address = control.hello().socket
-            one = Link.register(address, engine, deadline)
+            one = Link.register(address, engine, PATIENCE_S)
             made.callback(one.close)
+            one._channel._deadline = deadline  # from now on: that it registers in time is not what is tested
             return one
 
         yield register
@@ -379,8 +380,9 @@ def linked(peer: Callable[..., Peer]) -> Iterator[Callable[..., Link]]:
     with contextlib.ExitStack() as made:
 
         def make(play: Callable[[Peer], None], deadline: float = PATIENCE_S) -> Link:
-            link = Link.register(peer(play).address, WORKER, deadline)
+            link = Link.register(peer(play).address, WORKER, PATIENCE_S)
             made.callback(link.close)
+            link._channel._deadline = deadline  # as above
             return link
 
         yield make

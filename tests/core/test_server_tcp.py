@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -273,6 +274,22 @@ def test_every_loopback_address_can_be_listened_on(serve: Serve, host: str) -> N
     assert running.server.address == (
         f"[::1]:{running.server.port}" if host == "::1" else f"{host}:{running.server.port}"
     )
+
+
+def test_an_answer_that_came_in_time_counts_though_it_is_looked_at_late(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that was held up for longer than its deadline finds its answer."""
+    look = Control._readable
+
+    def look_late(control: Control, until: float) -> bool:
+        assert control._socket.poll(PATIENCE_S * 1000)
+        return look(control, until=time.monotonic() - 1)
+
+    monkeypatch.setattr(Control, "_readable", look_late)
+    with Control(server.address, PATIENCE_S) as control:
+        assert control.hello().epoch == server.server.epoch
+        assert control.status()["epoch"] == server.server.epoch
 
 
 def test_a_server_is_seen_to_be_gone(serve: Serve) -> None:

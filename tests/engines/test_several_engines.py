@@ -81,10 +81,16 @@ def crowd(server: ServerUnderControl, tmp_path_factory: pytest.TempPathFactory) 
     if sglang is not None:
         sglang.process.await_start()
         members["sglang"] = Member(sglang, ("sglang", "llama"), 16, 16, LOGPROB_TOLERANCE)
-    server.await_clients(sum(member.engine.clients for member in members.values()))
+    await_engines(server, members)
     yield members
     for member in members.values():
         member.engine.close()
+
+
+def await_engines(server: ServerUnderControl, members: dict[str, Member]) -> None:
+    """Until all are registered and know it."""
+    server.await_clients(sum(member.engine.clients for member in members.values()))
+    server.wait_until(lambda: all(member.engine.linked() for member in members.values()), "all have their links")
 
 
 def _start_sglang(folder: Path, address: str) -> SglangUnderTest | None:
@@ -187,7 +193,7 @@ def test_one_dies_in_the_middle_of_requests_and_the_others_never_notice(
         assert [answer.cached for answer in served[name]] == [member.hit(length) for length in LENGTHS], name
         assert_same(member, cold[name], served[name])
 
-    server.await_clients(sum(member.engine.clients for member in others.values()))
+    await_engines(server, others)
     server.await_nothing_held()
     again = at_once(others, {name: stored[name] for name in others})
     for name, member in others.items():

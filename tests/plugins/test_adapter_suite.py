@@ -311,6 +311,6 @@ def _run(pebble, folder, test, arguments):
         stand.check()
     finally:
         for engine in engines:
-            for client in (engine.cache._scheduler, engine.cache._worker):
+            for client in engine.cache.clients:
                 client.close()
         server.kill()

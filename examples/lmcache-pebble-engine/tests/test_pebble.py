@@ -26,6 +26,9 @@ class PebbleUnderTest(EngineUnderTest):
             for done in self.engine.answer(prompts, max_tokens, salt)
         ]
 
+    def linked(self) -> bool:
+        return all(client.linked for client in self.cache.clients)
+
     def drop_own_cache(self) -> None:
         self.engine.drop_own_cache()
 

@@ -95,10 +95,7 @@ class PageStore:
     @property
     def linked(self) -> bool:
         """Whether a server is there."""
-        try:
-            return self._client.link().alive
-        except ServerUnavailable:
-            return False
+        return self._client.linked
 
     def close(self) -> None:
         """The engine ends."""

@@ -85,8 +85,10 @@ class EngineStand:
             self.server.await_nothing_held()
 
     def await_engines(self) -> None:
-        """Return when every engine that runs is registered."""
-        self.server.await_clients(sum(engine.clients for engine in self._engines.values()))
+        """Return when every engine that runs is registered and knows it."""
+        engines = self._engines.values()
+        self.server.await_clients(sum(engine.clients for engine in engines))
+        self.server.wait_until(lambda: all(engine.linked() for engine in engines), "every engine has its links")
 
 
 class EngineAdapterTests(abc.ABC):

@@ -46,7 +46,7 @@ def test_every_point_is_met_with_every_victim_and_action_before_any_comes_twice(
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    running = Bench(1, tmp_path_factory.mktemp("faults"))
+    running = Bench(1, tmp_path_factory.mktemp("faults"), deadline=5.0)
     yield running
     running.close()
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from reference_stand import RunningServer, StartServer, assert_same, prompt
+from reference_stand import RunningServer, StartServer, assert_same, engine_at, prompt
 
 from lmcache.core.client import Client, ClientSettings, Engine, ServerAddress
-from lmcache.core.control import Control
 from lmcache.core.keys import HASH_BYTES
 from lmcache.core.link import Link
 from lmcache.core.protocol import Role
@@ -177,7 +176,7 @@ def test_a_policy_that_fails_costs_nobody_an_answer_and_is_named_in_the_log(
     server = start_server(*small, "--plugin", plugin, "--eviction-policy", policy)
     shape = GEOMETRIES["hybrid"]
     prompts = [prompt(5 * CHUNK + 9, seed=number) for number in range(9)]
-    with reference.Engine(shape, seed=1) as alone, reference.Engine(shape, server=server.address, seed=1) as engine:
+    with reference.Engine(shape, seed=1) as alone, engine_at(server, shape, seed=1) as engine:
         for number, tokens in enumerate(prompts):
             asked = [tokens, prompts[max(0, number - 1)]]
             engine.drop_prefix_cache()
@@ -186,8 +185,7 @@ def test_a_policy_that_fails_costs_nobody_an_answer_and_is_named_in_the_log(
         engine.drop_prefix_cache()
         # what was stored last stays, as under LRU
         assert engine.generate(prompts[-1:], 2)[0].hit_tokens == 5 * CHUNK
-    with Control(ServerAddress.parse(server.address)) as control:
-        control.wait_idle()
+    server.wait_idle()
     gauges, counters = server.gauges(), server.counters()
     assert counters["chunks_evicted"] > 0
     assert gauges["cells_used"] >= 0.95 * gauges["cells_total"]

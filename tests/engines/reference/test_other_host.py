@@ -81,7 +81,7 @@ def test_a_server_killed_in_the_middle_costs_the_cache_and_no_answer(
     alone = engine.generate(tokens)
     assert (alone["tokens"], alone["logits"], alone["hit"]) == (cold["tokens"], cold["logits"], 0)
     again = start_server("--host", host.here, "--keys", keys, port=int(server.address.rpartition(":")[2]))
-    wait_until(lambda: again.gauges()["clients"] == 2)  # it registers anew by itself
+    engine.await_links(again)  # it registers anew by itself
     engine.forget()
     engine.generate(tokens)
     again.wait_idle()
@@ -132,7 +132,7 @@ def test_an_engine_that_falls_silent_is_given_up_and_comes_back(
     alone = engine.generate(tokens)
     assert (alone["tokens"], alone["logits"], alone["hit"]) == (cold["tokens"], cold["logits"], 0)
     host.mend()
-    wait_until(lambda: server.gauges()["clients"] == 2)
+    engine.await_links(server)
     engine.forget()
     served = engine.generate(tokens)
     assert (served["tokens"], served["logits"]) == (cold["tokens"], cold["logits"])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from reference_stand import RunningServer, assert_different, assert_same, prompt
+from reference_stand import RunningServer, assert_different, assert_same, engine_at, prompt
 
 from lmcache.engines.copy import Copier
 from lmcache.engines.reference.engine import Engine
@@ -41,7 +41,7 @@ def twice(engine: Engine, server: RunningServer, tokens: list[int], salt: str = 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_a_prompt_that_comes_again_is_served_and_answered_the_same(server: RunningServer, seed: int, name: str) -> None:
     shape = GEOMETRIES[name]
-    with Engine(shape, server=server.address, seed=seed) as engine, Engine(shape, seed=seed) as alone:
+    with engine_at(server, shape, seed=seed) as engine, Engine(shape, seed=seed) as alone:
         for tokens in (*LENGTHS, *(CHUNK + edge for edge in WINDOW_EDGES.get(name, ()))):
             # every length is a prompt of its own: nothing of it is there before
             asked = prompt(tokens, seed=tokens)
@@ -59,7 +59,7 @@ def test_a_prompt_that_comes_again_is_served_and_answered_the_same(server: Runni
 @pytest.mark.parametrize("name", ["llama", "mla", "glm53_flash", "everything"])
 def test_ranks_load_each_its_own_part(server: RunningServer, seed: int, name: str) -> None:
     shape = GEOMETRIES[name]
-    with Engine(shape, server=server.address, seed=seed, ranks=2) as engine:
+    with engine_at(server, shape, seed=seed, ranks=2) as engine:
         for tokens in (CHUNK * 5 - 1, CHUNK * 5, CHUNK * 5 + 1):
             cold, served = twice(engine, server, prompt(tokens, seed=tokens))
             assert (cold.hit_tokens, served.hit_tokens) == (0, expected_hit(shape, tokens))
@@ -68,7 +68,7 @@ def test_ranks_load_each_its_own_part(server: RunningServer, seed: int, name: st
 
 def test_ranks_that_hold_the_same_bytes_store_them_once(server: RunningServer, seed: int) -> None:
     before = server.counters()["shards_committed"]
-    with Engine(GEOMETRIES["mla"], server=server.address, seed=seed, ranks=4) as engine:
+    with engine_at(server, GEOMETRIES["mla"], seed=seed, ranks=4) as engine:
         cold, served = twice(engine, server, prompt(CHUNK * 8 + 1))
     assert served.hit_tokens == CHUNK * 8
     assert server.counters()["shards_committed"] - before == 8
@@ -80,9 +80,9 @@ def test_another_engine_with_the_same_weights_is_served_what_the_first_has_store
     server: RunningServer, seed: int, name: str
 ) -> None:
     shape, asked = GEOMETRIES[name], prompt(CHUNK * 3 + 9)
-    with Engine(shape, server=server.address, seed=seed) as first:
+    with engine_at(server, shape, seed=seed) as first:
         (cold,) = first.generate([asked])
-    with Engine(shape, server=server.address, seed=seed, blocks=333, step_tokens=50) as second:
+    with engine_at(server, shape, seed=seed, blocks=333, step_tokens=50) as second:
         (served,) = second.generate([asked])
     assert served.hit_tokens == CHUNK * 3
     assert_same(cold, served)
@@ -90,9 +90,9 @@ def test_another_engine_with_the_same_weights_is_served_what_the_first_has_store
 
 def test_other_weights_under_the_same_name_share_nothing(server: RunningServer, seed: int) -> None:
     asked = prompt(CHUNK * 3 + 9)
-    with Engine(GEOMETRIES["llama"], server=server.address, seed=seed) as engine:
+    with engine_at(server, GEOMETRIES["llama"], seed=seed) as engine:
         (cold,) = engine.generate([asked])
-    with Engine(GEOMETRIES["llama"], server=server.address, seed=seed + 1_000_000) as other:
+    with engine_at(server, GEOMETRIES["llama"], seed=seed + 1_000_000) as other:
         (answer,) = other.generate([asked])
     assert answer.hit_tokens == 0
     assert_different(cold, answer)
@@ -101,9 +101,9 @@ def test_other_weights_under_the_same_name_share_nothing(server: RunningServer, 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_number_of_ranks_is_another_namespace(server: RunningServer, seed: int, ranks: int) -> None:
     asked = prompt(CHUNK * 3 + 9)
-    with Engine(GEOMETRIES["llama"], server=server.address, seed=seed, ranks=ranks) as engine:
+    with engine_at(server, GEOMETRIES["llama"], seed=seed, ranks=ranks) as engine:
         engine.generate([asked])
-    with Engine(GEOMETRIES["llama"], server=server.address, seed=seed, ranks=3 - ranks) as other:
+    with engine_at(server, GEOMETRIES["llama"], seed=seed, ranks=3 - ranks) as other:
         (answer,) = other.generate([asked])
     assert answer.hit_tokens == 0
 
@@ -111,7 +111,7 @@ def test_another_number_of_ranks_is_another_namespace(server: RunningServer, see
 @pytest.mark.parametrize("salt", ["b", "a ", "A", "org/model@1", "ß" * 128, ""])
 def test_another_salt_misses_and_its_own_hits(server: RunningServer, seed: int, salt: str) -> None:
     asked = prompt(CHUNK * 3 + 9)
-    with Engine(GEOMETRIES["llama"], server=server.address, seed=seed) as engine:
+    with engine_at(server, GEOMETRIES["llama"], seed=seed) as engine:
         cold, served = twice(engine, server, asked, salt="a")
         other, again = twice(engine, server, asked, salt=salt)
     assert (cold.hit_tokens, served.hit_tokens) == (0, CHUNK * 3)
@@ -124,7 +124,7 @@ def test_prompts_that_share_a_beginning_share_its_chunks(server: RunningServer, 
     shape = GEOMETRIES[name]
     system = prompt(CHUNK * 3, seed=1)
     tails = [prompt(length, seed=10 + length) for length in (1, 30, CHUNK, CHUNK * 2 + 5)]
-    with Engine(shape, server=server.address, seed=seed) as engine, Engine(shape, seed=seed) as alone:
+    with engine_at(server, shape, seed=seed) as engine, Engine(shape, seed=seed) as alone:
         engine.generate([system + prompt(40, seed=2)])
         server.wait_idle()
         for tail in tails:
@@ -138,7 +138,7 @@ def test_prompts_that_share_a_beginning_share_its_chunks(server: RunningServer, 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_another_first_token_misses(server: RunningServer, seed: int, name: str) -> None:
     asked = prompt(CHUNK * 2 + 1)
-    with Engine(GEOMETRIES[name], server=server.address, seed=seed) as engine:
+    with engine_at(server, GEOMETRIES[name], seed=seed) as engine:
         engine.generate([asked])
         server.wait_idle()
         engine.drop_prefix_cache()
@@ -149,7 +149,7 @@ def test_another_first_token_misses(server: RunningServer, seed: int, name: str)
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_a_hit_goes_on_from_what_the_engine_still_holds_itself(server: RunningServer, seed: int, name: str) -> None:
     shape, asked = GEOMETRIES[name], prompt(CHUNK * 6 + 1)
-    with Engine(shape, server=server.address, seed=seed) as engine:
+    with engine_at(server, shape, seed=seed) as engine:
         (cold,) = engine.generate([asked])
         server.wait_idle()
         engine.drop_prefix_cache()
@@ -167,7 +167,7 @@ def test_every_chunk_is_stored_whatever_a_step_computes(
     server: RunningServer, seed: int, name: str, step_tokens: int
 ) -> None:
     shape, asked = GEOMETRIES[name], prompt(CHUNK * 4 + 3)
-    with Engine(shape, server=server.address, seed=seed, step_tokens=step_tokens) as engine:
+    with engine_at(server, shape, seed=seed, step_tokens=step_tokens) as engine:
         cold, served = twice(engine, server, asked)
     assert served.hit_tokens == CHUNK * 4
     assert_same(cold, served)
@@ -175,7 +175,7 @@ def test_every_chunk_is_stored_whatever_a_step_computes(
 
 def test_what_was_generated_is_served_as_the_prompt_of_the_next_turn(server: RunningServer, seed: int) -> None:
     asked = prompt(CHUNK - 10)
-    with Engine(GEOMETRIES["everything"], server=server.address, seed=seed) as engine:
+    with engine_at(server, GEOMETRIES["everything"], seed=seed) as engine:
         (first,) = engine.generate([asked], max_tokens=40)
         server.wait_idle()
         engine.drop_prefix_cache()
@@ -188,11 +188,11 @@ def test_a_load_that_copies_nothing_is_noticed(
     server: RunningServer, seed: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The proof that the tests above can fail: without the bytes, the answer is another."""
-    with Engine(GEOMETRIES[name], server=server.address, seed=seed) as engine:
+    with engine_at(server, GEOMETRIES[name], seed=seed) as engine:
         (cold,) = engine.generate([prompt(CHUNK * 2 + 1)])
         server.wait_idle()
     monkeypatch.setattr(Copier, "load", lambda *_, **__: None)
-    with Engine(GEOMETRIES[name], server=server.address, seed=seed) as engine:
+    with engine_at(server, GEOMETRIES[name], seed=seed) as engine:
         (served,) = engine.generate([prompt(CHUNK * 2 + 1)])
     assert served.hit_tokens == CHUNK * 2
     assert_different(cold, served)
@@ -200,7 +200,7 @@ def test_a_load_that_copies_nothing_is_noticed(
 
 def test_many_requests_at_once_are_answered_as_each_alone(server: RunningServer, seed: int) -> None:
     prompts = [prompt(length, seed=length) for length in (65, 100, 130, 200, 77)]
-    with Engine(GEOMETRIES["everything"], server=server.address, seed=seed, step_tokens=90) as engine:
+    with engine_at(server, GEOMETRIES["everything"], seed=seed, step_tokens=90) as engine:
         together = engine.generate(prompts)
         server.wait_idle()
         engine.drop_prefix_cache()

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 
-from reference_stand import RunningServer, StartServer, assert_same, prompt
+from reference_stand import RunningServer, StartServer, assert_same, engine_at, prompt
 
 from lmcache.core.control import Control, ServerAddress
 from lmcache.engines.reference.engine import Engine
@@ -50,7 +50,7 @@ def test_models_of_any_block_size_share_a_server_without_a_flag(start_server: St
     server = start_server()
     tokens = prompt(TOKENS, seed=seed)
     with ExitStack() as stack:
-        engines = {m.name: stack.enter_context(Engine(m, server=server.address, seed=seed)) for m in MODELS}
+        engines = {m.name: stack.enter_context(engine_at(server, m, seed=seed)) for m in MODELS}
         alone = {m.name: stack.enter_context(Engine(m, seed=seed)) for m in MODELS}
         assert namespaces(server) == {f"reference/{name}": size for name, size in CHUNKS.items()}
         expected = answers(alone, tokens)
@@ -71,12 +71,12 @@ def test_what_one_model_has_stored_survives_the_others(start_server: StartServer
     server = start_server()
     tokens = prompt(TOKENS, seed=seed)
     for model in MODELS:
-        with Engine(model, server=server.address, seed=seed) as engine:
+        with engine_at(server, model, seed=seed) as engine:
             (cold,) = engine.generate([tokens])
             server.wait_idle()
         assert cold.hit_tokens == 0
     for model in MODELS:
-        with Engine(model, server=server.address, seed=seed) as engine:
+        with engine_at(server, model, seed=seed) as engine:
             (served,) = engine.generate([tokens])
         assert served.hit_tokens == HITS[model.name]
 
@@ -87,9 +87,9 @@ def test_an_explicit_size_that_fits_one_model_refuses_the_other_with_sizes_that_
     server = start_server("--chunk-size", "256")
     tokens = prompt(TOKENS, seed=seed)
     with (
-        Engine(LLAMA, server=server.address, seed=seed) as fitting,
-        Engine(ODD, server=server.address, seed=seed) as odd,
-        Engine(HYBRID, server=server.address, seed=seed) as hybrid,
+        engine_at(server, LLAMA, seed=seed) as fitting,
+        engine_at(server, ODD, seed=seed) as odd,
+        engine_at(server, HYBRID, seed=seed) as hybrid,
         Engine(ODD, seed=seed) as odd_alone,
         Engine(HYBRID, seed=seed) as hybrid_alone,
     ):
@@ -125,7 +125,7 @@ def test_an_explicit_size_that_fits_all_serves_all(start_server: StartServer, se
     server = start_server("--chunk-size", "784")
     tokens = prompt(TOKENS, seed=seed)
     for model in MODELS:
-        with Engine(model, server=server.address, seed=seed) as engine:
+        with engine_at(server, model, seed=seed) as engine:
             (cold,) = engine.generate([tokens], max_tokens=2)
             server.wait_idle()
             engine.drop_prefix_cache()

@@ -152,7 +152,7 @@ def test_without_a_server_everything_is_a_miss_and_a_server_that_comes_is_used(t
     assert not rank.store.store(0, hashes, [1, 2])
 
     server.start()
-    server.await_clients(1)
+    wait_until(lambda: rank.store.linked)
     assert rank.store.store(0, hashes, [1, 2])
     assert rank.store.restorable(hashes) == [1, 2]
     rank.store.close()

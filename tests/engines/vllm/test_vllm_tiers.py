@@ -27,20 +27,6 @@ THIRD_PARTY = (
 )
 
 
-LINKED = """
-import time
-def linked(client):
-    try:
-        return client.link().epoch == epoch
-    except ConnectionError:
-        return False
-end = time.monotonic() + 60
-while not (result := linked(looking._client) and linked(storer._client)) and time.monotonic() < end:
-    time.sleep(0.01)
-"""
-"""The server knows of a link a moment before the engine does, and a lookup in between would be a miss."""
-
-
 @pytest.fixture
 def stand(llama_stand: Stand) -> Iterator[Stand]:
     """The shared engine; each test starts its servers."""
@@ -60,14 +46,6 @@ def on_disk(folder: Path, *flags: str, **options: str) -> tuple[str, ...]:
     """Flags of a server with a tier in the folder."""
     query = "&".join(f"{name}={value}" for name, value in {"size_gb": "1", **PATIENT, **options}.items())
     return (*CHUNK, "--l2", f"disk://{folder}?{query}", *flags)
-
-
-def serve(stand: Stand, flags: tuple[str, ...]) -> None:
-    """Put a new server in place of the one that runs, and wait until the engine uses it."""
-    stand.serve(*flags)
-    with stand.server.control() as control:
-        epoch = control.status()["epoch"]
-    assert stand.engine.run(LINKED, epoch=epoch)
 
 
 def store(stand: Stand, ids: list[int], max_tokens: int = 8) -> dict[str, Any]:
@@ -109,11 +87,11 @@ def test_after_a_kill_the_next_request_is_served_from_the_tier_with_the_cold_ans
     stand: Stand, flags: tuple[str, ...]
 ) -> None:
     prompts = [prompt(200, 2600), prompt(201, 700)]
-    serve(stand, flags)
+    stand.serve(*flags)
     cold = [store(stand, ids) for ids in prompts]
     assert told(stand, "stored", "lost", "errors") == [12, 0, 0]
 
-    serve(stand, flags)
+    stand.serve(*flags)
     assert stand.server.settle()["gauges"]["nodes"] == 0
     warm = [store(stand, ids) for ids in prompts]
     assert cached([*cold, *warm]) == [0, 0, 2560, 512]
@@ -124,7 +102,7 @@ def test_after_a_kill_the_next_request_is_served_from_the_tier_with_the_cold_ans
 
 def test_prompts_that_l1_had_no_room_for_come_back_from_the_tier(stand: Stand, folder: Path) -> None:
     # 40 cells, of which two are kept free: as many as one of these prompts takes
-    serve(stand, on_disk(folder, "--l1-size-gb", "0.0391", store="on-evict"))
+    stand.serve(*on_disk(folder, "--l1-size-gb", "0.0391", store="on-evict"))
     prompts = [prompt(seed, 600) for seed in range(210, 240)]
     cold = [store(stand, ids, max_tokens=3) for ids in prompts]
     gauges = stand.server.settle()["gauges"]
@@ -143,7 +121,7 @@ def test_prompts_that_l1_had_no_room_for_come_back_from_the_tier(stand: Stand, f
 
 def test_damaged_blobs_are_counted_and_computed_and_stored_anew(stand: Stand, folder: Path) -> None:
     ids = prompt(202, 1300)
-    serve(stand, on_disk(folder))
+    stand.serve(*on_disk(folder))
     cold = store(stand, ids)
     stand.server.kill()
     for path in blobs(folder):
@@ -151,13 +129,13 @@ def test_damaged_blobs_are_counted_and_computed_and_stored_anew(stand: Stand, fo
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
 
-    serve(stand, on_disk(folder))
+    stand.serve(*on_disk(folder))
     answer = store(stand, ids)
     assert cached([cold, answer]) == [0, 0]
     assert same_answer(cold, answer)
     assert told(stand, "loaded", "damaged", "stored", "errors") == [0, 5, 5, 0]
 
-    serve(stand, on_disk(folder))
+    stand.serve(*on_disk(folder))
     again = store(stand, ids)
     assert again["cached"] == 1280
     assert same_answer(cold, again)
@@ -180,9 +158,9 @@ def test_a_folder_that_is_harmed_under_a_running_server_costs_misses_only(
     stand: Stand, folder: Path, harm: Any
 ) -> None:
     prompts = [prompt(203, 1300), prompt(204, 600)]
-    serve(stand, on_disk(folder))
+    stand.serve(*on_disk(folder))
     cold = [store(stand, ids) for ids in prompts]
-    serve(stand, on_disk(folder))
+    stand.serve(*on_disk(folder))
     harm(folder)
 
     answers = [store(stand, ids) for ids in prompts]
@@ -196,7 +174,7 @@ def test_a_folder_that_is_harmed_under_a_running_server_costs_misses_only(
 
 def test_a_hit_shorter_than_what_is_asked_is_what_the_tier_still_has(stand: Stand, folder: Path) -> None:
     ids = prompt(205, 1300)
-    serve(stand, on_disk(folder))
+    stand.serve(*on_disk(folder))
     store(stand, ids[:600])
     kept = {path.name for path in blobs(folder)}
     cold = store(stand, ids)
@@ -204,7 +182,7 @@ def test_a_hit_shorter_than_what_is_asked_is_what_the_tier_still_has(stand: Stan
     lost = min(path for path in blobs(folder) if path.name not in kept)
     lost.unlink()
 
-    serve(stand, on_disk(folder))
+    stand.serve(*on_disk(folder))
     warm = store(stand, ids)
     assert warm["cached"] in {512, 768, 1024}
     assert same_answer(cold, warm)
@@ -218,11 +196,11 @@ def gemma(models: Path, tmp_path: Path) -> Iterator[Stand]:
 def test_a_model_with_windows_loads_from_the_tier_what_its_hit_needs(gemma: Stand, folder: Path) -> None:
     prompts = [prompt(206, 2561), prompt(207, 641)]
     flags = on_disk(folder, "--l1-cell-kb", "128")
-    serve(gemma, flags)
+    gemma.serve(*flags)
     cold = [store(gemma, ids) for ids in prompts]
     assert told(gemma, "stored", "lost", "errors") == [3 * 12, 0, 0]
 
-    serve(gemma, flags)
+    gemma.serve(*flags)
     warm = [store(gemma, ids) for ids in prompts]
     assert cached([*cold, *warm]) == [0, 0, 2560, 512]
     assert all(same_answer(a, b) for a, b in zip(cold, warm, strict=True))

@@ -46,12 +46,13 @@ class LMCache:
         self._storer = Storer(self._worker, self._geometry, 0, self._plans, NoKernels(), no_block=-1)
         self._known: dict[str, _Known] = {}
         self._abandoned: list[_Known] = []
-        for client in (self._scheduler, self._worker):
+        self.clients = (self._scheduler, self._worker)
+        for client in self.clients:
             client.start(wait=settings.deadline)
 
     def close(self) -> None:
         """Leave the server."""
-        for client in (self._scheduler, self._worker):
+        for client in self.clients:
             client.close()
 
     def arrived(self, request: Request) -> None:
