@@ -1,7 +1,7 @@
 """Engines of several kinds on one server: nobody gets a foreign page, and when one dies, the others never notice.
 
-The reference engine twice (two models, other blocks, one on two ranks), a real vLLM, and a real SGLang on two ranks where
-there is one: an environment named `sglang` inside the one that runs the tests, as `make test` makes it.
+The reference engine twice (two models, other blocks, one on two ranks), a real vLLM, and a real SGLang on two ranks
+where there is one: an environment named `sglang` inside the one that runs the tests, as `make test` makes it.
 """
 
 import subprocess
