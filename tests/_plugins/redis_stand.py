@@ -117,8 +117,8 @@ class RedisCluster:
 
     def __init__(self, folder: Path, replicas: int = 0) -> None:
         # a server that a busy machine keeps waiting is not dead; where one is to take over, that is waited for
-        timeout_ms = 3000 if replicas else 15_000
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", f"{timeout_ms}", "--repl-diskless-sync-delay", "0")
+        timeout_ms = "3000" if replicas else "15000"
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", timeout_ms, "--repl-diskless-sync-delay", "0")
         self.servers: list[RedisServer] = []
         try:
             for number in range(3 * (1 + replicas)):
