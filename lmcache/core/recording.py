@@ -133,14 +133,12 @@ class Recorder:
         return self._refused + self._failed
 
     def close(self) -> None:
-        """Write what waits, unless the disk hangs, and end. Idempotent."""
+        """Write what waits, and end; where the disk hangs, the file is closed once it goes on. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._events.put(None)
         self._thread.join(CLOSE_SECONDS)
-        if not self._thread.is_alive():
-            self._file.close()
 
     # ---------------------------------------------------------------------------------------- in the server's thread
 
@@ -165,6 +163,7 @@ class Recorder:
                 batch.append(self._events.get())
             open_ended = None not in batch
             self._write([event for event in batch if event])
+        self._file.close()
 
     def _write(self, events: list[_Event]) -> None:
         try:

@@ -269,9 +269,7 @@ def test_a_recorder_that_raises_is_logged_once_and_hurts_no_request(link, monkey
 
 
 def test_a_disk_that_hangs_loses_what_comes_meanwhile_and_holds_up_nobody(record, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "lmcache.core.recording.CLOSE_SECONDS", 60.0
-    )  # what waits is much, and is to be written in the end
+    monkeypatch.setattr("lmcache.core.recording.CLOSE_SECONDS", 60.0)
     recorder = record()
     stuck = threading.Event()
     monkeypatch.setattr(recorder._file, "flush", lambda: stuck.wait(60))
@@ -282,6 +280,21 @@ def test_a_disk_that_hangs_loses_what_comes_meanwhile_and_holds_up_nobody(record
     # 32 MB of hashes may wait, and a megabyte comes with each lookup
     assert 20 <= recorder.lost <= 28
     stuck.set()
+    recorder.close()  # here, for what waits is much, and whoever closes it later has the usual patience
+
+
+def test_a_file_is_closed_though_its_disk_hangs_for_longer_than_a_stopping_server_waits(record, monkeypatch) -> None:
+    recorder = record()
+    stuck = threading.Event()
+    monkeypatch.setattr(recorder._file, "flush", lambda: stuck.wait(60))
+    monkeypatch.setattr("lmcache.core.recording.CLOSE_SECONDS", 0.01)
+    recorder.observe(*lookup())
+    recorder.close()
+    os.fstat(recorder._file._descriptor)
+    stuck.set()
+    wait_until(lambda: not recorder._thread.is_alive())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(recorder._file._descriptor)
 
 
 def test_a_part_that_is_taken_away_is_begun_anew(path, record) -> None:
