@@ -4,6 +4,8 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,8 @@ def demo(engine: str, as_json: bool) -> None:
     left alone: it may hold these prompts, or lack the room for them, and nothing would be shown. Ask that one with
     `lmcache status` while its own engines are asked.
     """
+    # the server ends with this process, however it is ended
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     rows = []
     with _progress(quiet=as_json) as tell:
         tell("loading the engine")

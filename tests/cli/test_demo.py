@@ -1,9 +1,11 @@
 """`lmcache demo`: it shows the main job, and says so when the job was not done."""
 
 import json
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 MODELS = ["llama", "llama, 2 ranks", "mla", "gemma", "chunked", "hybrid", "glm53", "glm53_flash"]
@@ -110,3 +112,21 @@ def test_an_unknown_engine_gets_the_known_ones() -> None:
     assert done.returncode == 2
     assert "reference" in done.stderr
     assert "vllm" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_demo_that_is_ended_takes_its_server_with_it(number: signal.Signals, code: int) -> None:
+    process = subprocess.Popen([sys.executable, "-m", "lmcache", "demo"], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"lmcache server at ")
+        servers = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+
+    assert process.returncode == code
+    assert len(servers) == 1
+    assert psutil.wait_procs(servers, timeout=60)[1] == []
