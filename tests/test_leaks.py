@@ -90,6 +90,8 @@ def test_things_that_go_away_by_themselves_are_waited_for(inner: pytest.Pytester
     result = run(
         inner,
         """
+leaks.PATIENCE_S = 60
+
 def test_slow_end():
     threading.Thread(target=time.sleep, args=(0.1,)).start()
     kept.append(subprocess.Popen(["sleep", "0.1"]))

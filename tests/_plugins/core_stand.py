@@ -108,12 +108,22 @@ class RunningServer:
             raise self.failure
 
 
+PATIENT = f"""
+import sys
+import lmcache.core.server as server
+from lmcache.cli.main import main
+server.DRAIN_SECONDS = {PATIENCE_S}
+sys.exit(main())
+"""
+"""A server that waits for stores in flight until a busy machine has got to finishing them."""
+
+
 class ServerProcess:
     """`lmcache server` as users run it."""
 
     READY = re.compile(rb"lmcache server ready on 127\.0\.0\.1:(\d+): .* epoch (\w+)")
 
-    def __init__(self, port: int = 0, *options: str) -> None:
+    def __init__(self, port: int = 0, *options: str, launcher: tuple[str, ...] = ("-m", "lmcache")) -> None:
         command = [
             "server",
             "--port",
@@ -126,7 +136,7 @@ class ServerProcess:
             str(CHUNK),
         ]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lmcache", *command, "--log-level", "warning", *options],
+            [sys.executable, *launcher, *command, "--log-level", "warning", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )

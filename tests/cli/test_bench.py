@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 MIB = 1 << 20
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache/index0/size")
 
 SHAPES = {
     "reference engine: 256 × 8 KiB a chunk": (256, 2 * MIB),
@@ -65,7 +67,9 @@ def test_the_report_has_every_row_that_needs_no_engine_and_the_machines_limits(
     assert [f["what"] for f in figures(report, 5)] == ["CPU until ready", "anonymous memory"]
     assert report["machine"]["cores"] == len(os.sched_getaffinity(0))
     assert report["machine"]["memory_bytes"] <= psutil.virtual_memory().total
-    assert [name for name, value in report["machine"].items() if not value] == ["device"]  # no GPU is measured
+    # no GPU is measured; some hosts do not tell their caches, and an idle one's load is 0
+    untold = {"device"} | ({"last_level_cache"} if not CACHES.exists() else set())
+    assert {name for name, value in report["machine"].items() if not value and name != "load"} == untold
 
 
 def test_whether_a_target_is_met_follows_from_its_figure(report: dict[str, Any]) -> None:
@@ -165,7 +169,7 @@ def test_a_bench_that_is_ended_takes_its_server_with_it(number: signal.Signals, 
 
     assert process.returncode == code
     assert output == b""
-    assert psutil.wait_procs(servers, timeout=10)[1] == []
+    assert psutil.wait_procs(servers, timeout=60)[1] == []
 
 
 def wait_for_children(pid: int) -> list[psutil.Process]:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from core_stand import PATIENT
 
 from lmcache import __version__
 from lmcache.cli.options import size_text
@@ -148,7 +149,7 @@ def test_killed_it_leaves_nothing_either_and_its_port_serves_again(start_server)
 
 
 def test_a_store_in_flight_is_let_finish_before_the_server_ends(start_server) -> None:
-    server = start_server()
+    server = start_server(launcher=("-c", PATIENT))
     client = Client(ServerAddress(port=server.port), ENGINE, ClientSettings(deadline=10.0))
     client.start(wait=10)
     link = client.link()
@@ -166,7 +167,7 @@ def test_a_store_in_flight_is_let_finish_before_the_server_ends(start_server) ->
 
 
 def test_a_second_signal_ends_it_at_once_though_a_store_is_in_flight(start_server) -> None:
-    server = start_server("--log-level", "info")
+    server = start_server("--log-level", "info", launcher=("-c", PATIENT))
     client = Client(ServerAddress(port=server.port), ENGINE, ClientSettings(deadline=10.0))
     client.start(wait=10)
     client.link().reserve("", b"", bytes(16), group=0, shard=0)

@@ -41,8 +41,8 @@ def start_process() -> Iterator[Start]:
     """Start server processes; those still there at the end are killed."""
     with contextlib.ExitStack() as running:
 
-        def start(port: int = 0, *options: str) -> ServerProcess:
-            process = ServerProcess(port, *options)
+        def start(port: int = 0, *options: str, **how: Any) -> ServerProcess:
+            process = ServerProcess(port, *options, **how)
             running.callback(process.close)
             return process
 

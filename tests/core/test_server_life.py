@@ -18,6 +18,7 @@ from core_stand import (
     FACTS,
     GEOMETRY,
     PATIENCE_S,
+    PATIENT,
     RawConnection,
     RunningServer,
     ServerProcess,
@@ -165,7 +166,7 @@ def test_a_writer_that_has_stopped_does_not_keep_the_server_from_stopping(
 
 
 def test_sigterm_drains_and_ends_with_exit_code_zero(start_process: Start, raw: Raw) -> None:
-    process = start_process()
+    process = start_process(launcher=("-c", PATIENT))
     one = raw(socket_of(process))
     one.register()
     reservation = reserve(one)

@@ -134,7 +134,7 @@ def test_a_recording_replays_to_the_servers_own_counters(
             server.wait_idle()
         counters = server.counters()
     server.process.terminate()
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
     server.process.communicate()
 
     tenants = {json.loads(line).get("tenant", "") for line in file.read_text().splitlines()[2:]}
