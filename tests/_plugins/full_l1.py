@@ -198,7 +198,7 @@ class FullL1:
         self.engines = {shape: Engine(GEOMETRIES[shape], server=self.address, seed=1, deadline=5.0) for shape in SHAPES}
 
     def control(self) -> Control:
-        return Control(ServerAddress.parse(self.address))
+        return Control(ServerAddress.parse(self.address), PATIENCE_S)
 
     def status(self) -> dict[str, Any]:
         with self.control() as control:
