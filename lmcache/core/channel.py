@@ -40,10 +40,17 @@ class Pending(Generic[ReplyT]):
         self.reply: Message | None = None
         """Set by the channel."""
 
-    def poll(self) -> ReplyT | None:
-        """The answer if it has come, else None; never blocks. Raises DeadlineExceeded, LinkLost or Refused."""
-        if self.reply is None:
-            self._channel.pump(0.0)
+    def poll(self, patience: float = 0.0) -> ReplyT | None:
+        """The answer if it has come, or comes within about `patience` seconds, else None.
+
+        Raises DeadlineExceeded, LinkLost or Refused.
+        """
+        until = time.monotonic() + patience
+        while self.reply is None:
+            remaining = until - time.monotonic()
+            self._channel.pump(max(0.0, remaining), self)
+            if remaining <= 0 or not self._channel.alive:
+                break
         if self.reply is None:
             self._channel.check()
             if time.monotonic() > self._deadline:

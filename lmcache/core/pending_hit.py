@@ -22,9 +22,12 @@ class PendingHit:
         self._began = time.monotonic()
         self._not_before = 0.0
 
-    def poll(self) -> Found | None:
-        """The final answer if it has come, else None; never blocks. Raises DeadlineExceeded, LinkLost or Refused."""
-        found = self._pending.poll()
+    def poll(self, patience: float = 0.0) -> Found | None:
+        """The final answer if it has come, else None. Raises DeadlineExceeded, LinkLost or Refused.
+
+        `patience`: about so many seconds the server's next answer is waited for; whatever it is, no other is.
+        """
+        found = self._pending.poll(patience)
         if found is None or not found.again:
             return found
         now = time.monotonic()

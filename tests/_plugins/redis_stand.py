@@ -116,7 +116,9 @@ class RedisCluster:
     """Three servers that share the slots among them; and three more that stand in for one of them each, if wanted."""
 
     def __init__(self, folder: Path, replicas: int = 0) -> None:
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0")
+        # a server that a busy machine keeps waiting is not dead; where one is to take over, that is waited for
+        timeout_ms = "3000" if replicas else "15000"
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", timeout_ms, "--repl-diskless-sync-delay", "0")
         self.servers: list[RedisServer] = []
         try:
             for number in range(3 * (1 + replicas)):

@@ -74,7 +74,8 @@ class Site:
         }
 
     def _start(self, variant: str, port: int) -> ServerProcess:
-        tier = f"disk://{self.folder}?size_gb={LIMIT / 2**30:.9f}{variant}"
+        # patient: a machine that stands still for seconds must not look like a disk that does
+        tier = f"disk://{self.folder}?size_gb={LIMIT / 2**30:.9f}&timeout_s=60{variant}"
         return ServerProcess(port, "--l1-size-gb", L1_GB, "--l2", tier)
 
     def _key(self, engine: TinyEngine, chain_hash: ChainHash, group: int, shard: int) -> str:
@@ -89,6 +90,8 @@ class Site:
             threading.Thread(target=self._work, args=(engine, seed, done, faults))
             for engine, seed in zip(self.engines, seeds, strict=True)
         ]
+        for engine in self.engines:
+            engine.patient = False  # the next server comes when all have noticed that this one has gone
         for thread in threads:
             thread.start()
         for _ in range(source.randrange(1, 40)):
@@ -97,6 +100,8 @@ class Site:
         self.server.kill()
         for thread in threads:
             thread.join()
+        for engine in self.engines:
+            engine.patient = True
         assert not faults, faults
 
     def _work(self, engine: TinyEngine, seed: float, done: threading.Semaphore, faults: list[BaseException]) -> None:

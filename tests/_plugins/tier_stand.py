@@ -26,6 +26,8 @@ class TinyEngine:
         for client in (self._scheduler, *self._workers):
             client.start(wait=10.0)
         self.model = model
+        self.patient = True
+        """Whether to wait for a server where there is none."""
 
     def link(self) -> Link:
         return wait_until(self._try_link)
@@ -34,6 +36,8 @@ class TinyEngine:
         try:
             return self._scheduler.link()
         except ConnectionError:
+            if not self.patient:
+                raise
             return None
 
     def worker(self, rank: int) -> Link:

@@ -458,6 +458,29 @@ def test_the_end_of_the_server_fails_every_request_in_flight(linked: Linked) -> 
             each.poll()
 
 
+def test_a_poll_with_patience_waits_for_its_own_answer_and_no_longer(linked: Linked) -> None:
+    go = threading.Event()
+
+    def play(peer: Peer) -> None:
+        first, second = peer.read(), peer.read()
+        peer.write(Found(first.id, 7, 16))
+        assert go.wait(PATIENCE_S)
+        peer.write(Found(second.id, 8, 16))
+        peer.until_closed()
+
+    link = linked(play)
+    first, second = link.lookup("", b"", 16), link.lookup("", b"", 16)
+    # the first one's answer comes meanwhile
+    assert second.poll(0.3) is None
+    threading.Timer(0.05, go.set).start()
+    found = second.poll(PATIENCE_S)
+    assert found is not None
+    assert found.ticket == 8
+    answered = first.poll()
+    assert answered is not None
+    assert answered.ticket == 7
+
+
 def test_giving_up_in_one_thread_ends_the_wait_of_another_even_while_a_copy_is_in_flight(linked: Linked) -> None:
     link = linked(lambda peer: peer.until_closed())
     failed: list[BaseException] = []

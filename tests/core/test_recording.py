@@ -269,6 +269,9 @@ def test_a_recorder_that_raises_is_logged_once_and_hurts_no_request(link, monkey
 
 
 def test_a_disk_that_hangs_loses_what_comes_meanwhile_and_holds_up_nobody(record, monkeypatch) -> None:
+    monkeypatch.setattr(
+        "lmcache.core.recording.CLOSE_SECONDS", 60.0
+    )  # what waits is much, and is to be written in the end
     recorder = record()
     stuck = threading.Event()
     monkeypatch.setattr(recorder._file, "flush", lambda: stuck.wait(60))

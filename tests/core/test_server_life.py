@@ -82,7 +82,8 @@ def test_a_port_that_is_taken_is_said_and_nothing_stays_open(server: RunningServ
         f"cannot listen on 127.0.0.1:{server.server.port}: Address already in use; stop what uses the port, or choose "
         "another with --port"
     )
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    # there may have been more: of conversations whose end ZeroMQ's thread had not seen yet
+    wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors)
     assert abstract_sockets() == sockets
 
 
@@ -123,7 +124,10 @@ def test_a_server_that_never_ran_closes_everything() -> None:
 # ------------------------------------------------------------------------------------------------------------ stopping
 
 
-def test_a_stopping_server_lets_stores_in_flight_finish_and_starts_nothing_new(serve: Serve, raw: Raw) -> None:
+def test_a_stopping_server_lets_stores_in_flight_finish_and_starts_nothing_new(
+    serve: Serve, raw: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "DRAIN_SECONDS", PATIENCE_S)
     running = serve()
     one, two = raw(running.server.socket_address), raw(running.server.socket_address)
     one.register()
@@ -351,21 +355,25 @@ def test_fifty_killed_clients_leave_descriptors_memory_cells_and_tickets_as_they
         subprocess.run([sys.executable, "-c", DYING, str(process.port), str(clients)], check=True, timeout=PATIENCE_S)
         wait_until(lambda: process.status()["gauges"]["clients"] == 0)
 
-    def holdings() -> tuple[int, int, dict[str, Any]]:
+    def descriptors_of_its() -> int:
+        return len(list(Path(f"/proc/{process.process.pid}/fd").iterdir()))
+
+    def holdings() -> tuple[int, dict[str, Any]]:
         status = process.status()
         resident = int(Path(f"/proc/{process.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
         gauges = {name: value for name, value in status["gauges"].items() if name != "cells_backed"}
-        return len(list(Path(f"/proc/{process.process.pid}/fd").iterdir())), resident, gauges
+        return resident, gauges
 
     die(5)  # whatever is made once is there
-    descriptors, resident, gauges = holdings()
+    descriptors = descriptors_of_its()
+    resident, gauges = holdings()
     die(50)
-    after = holdings()
+    after, gauges_after = holdings()
 
-    assert after[0] == descriptors
-    assert after[2] == gauges
+    wait_until(lambda: descriptors_of_its() <= descriptors)
+    assert gauges_after == gauges
     assert gauges["cells_used"] == gauges["tickets"] == gauges["reservations"] == 0
-    assert after[1] - resident < 2 << 20
+    assert after - resident < 2 << 20
     with Control(process.address, PATIENCE_S) as control:
         assert control.ping() > 0
         assert control.status()["counters"]["internal_errors"] == 0

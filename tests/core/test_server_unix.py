@@ -537,7 +537,7 @@ def test_hundreds_of_clients_come_and_go_and_nothing_of_them_stays(server: Runni
     wait_until(lambda: not server.server._connections)
 
     assert_lives(server, dial)
-    wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) == before)
+    wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
     gauges = server.status()["gauges"]
     assert (gauges["clients"], gauges["reservations"], gauges["cells_reserved"]) == (0, 0, 0)
 

@@ -1,7 +1,7 @@
 """Engines of several kinds on one server: nobody gets a foreign page, and when one dies, the others never notice.
 
-The reference engine twice (two models, other blocks, one on two ranks), a real vLLM, and a real SGLang where there is
-one: an environment named `sglang` inside the one that runs the tests, as `make test` makes it.
+The reference engine twice (two models, other blocks, one on two ranks), a real vLLM, and a real SGLang on two ranks
+where there is one: an environment named `sglang` inside the one that runs the tests, as `make test` makes it.
 """
 
 import subprocess
@@ -99,9 +99,9 @@ def _start_sglang(folder: Path, address: str) -> SglangUnderTest | None:
         return None
     models = folder / "sglang"
     subprocess.run([python, SGLANG / "tiny_models.py", models], check=True, capture_output=True)
-    options = {"model_path": str(models / "llama"), "served_model_name": "llama"}
+    options = {"model_path": str(models / "llama"), "served_model_name": "llama", "tp_size": 2}
     return SglangUnderTest(
-        _ElsewhereSglang(options | linker(ServerAddress.parse(address).port), folder / "sglang.log", str(python))
+        _ElsewhereSglang(options | linker(ServerAddress.parse(address).port), folder / "sglang.log", str(python)), 2
     )
 
 
@@ -109,7 +109,8 @@ class _ElsewhereSglang(SglangProcess):
     """In another environment than the tests."""
 
     def __init__(self, options: dict[str, object], log: Path, python: str) -> None:
-        EngineProcess.__init__(self, options, log, ENVIRONMENT, SGLANG / "engine_driver.py", python=python)
+        environment = ENVIRONMENT | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+        EngineProcess.__init__(self, options, log, environment, SGLANG / "engine_driver.py", python=python)
 
 
 def answer_each(engine: EngineUnderTest, prompts: Sequence[list[int]]) -> list[Answer]:

@@ -7,8 +7,9 @@ One request goes through this:
        │          └─────────┴── miss, deadline, no server, hit not used, load failed ──▶ Settled
        └── preempted: it will be looked up again, with what it has generated
 
-Nothing here waits. An answer that does not come is a miss; a ticket that is not used is dropped; a request whose load
-failed is never looked up again, for vLLM asks again at once and would load the same thing for ever.
+Nothing here waits for longer than `PATIENCE_S` a step. An answer that does not come is a miss; a ticket that is not
+used is dropped; a request whose load failed is never looked up again, for vLLM asks again at once and would load the
+same thing for ever.
 """
 
 import logging
@@ -16,6 +17,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+
+import attrs
 
 from lmcache.engines.abandoned import AbandonedLookups
 from lmcache.engines.storing import StoreOrder
@@ -38,6 +41,10 @@ from lmcache.geometry.groups import Geometry
 from lmcache.geometry.hits import longest_hit
 
 log = logging.getLogger(__name__)
+
+PATIENCE_S = 0.001
+"""Seconds that a step waits for answers, all together, and each lookup once: without them every request that arrives,
+hit or miss, would lose a step to a question that is answered in less. A server that hangs costs no more than this."""
 
 NO_SNAPSHOTS: Mapping[str, Sequence[Snapshot]] = MappingProxyType({})
 
@@ -70,6 +77,7 @@ class SchedulerSide:
         self._loras = LoraBook()
         self._told: set[str] = set()
         self._speed = PrefillSpeed()
+        self._patience = PATIENCE_S
 
     # --------------------------------------------------------------------------------------------------- looking up
 
@@ -142,13 +150,18 @@ class SchedulerSide:
             tracked.state = Askable()  # asked again when its turn comes, should a server be there by then
 
     def _answer(self, asked: Asked) -> Asked | Held | Settled:
+        patience = self._patience if asked.fresh else 0.0
+        began = time.monotonic()
         try:
-            found = asked.pending.poll()
+            found = asked.pending.poll(patience)
         except LMCacheError as error:
             self._tell_once(f"its lookup failed: {error}")
             return Settled()
+        finally:
+            if patience:
+                self._patience = max(0.0, patience - (time.monotonic() - began))
         if found is None:
-            return asked
+            return attrs.evolve(asked, fresh=False) if asked.fresh else asked
         return Held(asked.link, found.ticket, found.tokens) if found.tokens else Settled()
 
     # ------------------------------------------------------------------------------------------------------- loading
@@ -196,6 +209,7 @@ class SchedulerSide:
         `snapshots` are the recurrent states that the step leaves behind, for each request.
         """
         self._speed.step(sum(scheduled.values()), time.monotonic())
+        self._patience = PATIENCE_S
         self._abandoned.sweep()
         loads, self._orders = tuple(self._orders), []
         if not self._stores:

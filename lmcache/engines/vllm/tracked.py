@@ -16,7 +16,7 @@ BlockTable = tuple[list[int], ...]
 class PendingLookup(Protocol):
     """`core.link.Pending`, of a lookup."""
 
-    def poll(self) -> Found | None: ...
+    def poll(self, patience: float = 0.0) -> Found | None: ...
 
 
 class SchedulerLink(Protocol):
@@ -55,6 +55,8 @@ class Asked:
 
     link: SchedulerLink
     pending: PendingLookup
+    fresh: bool = True
+    """Whether nobody has looked for the answer yet."""
 
 
 @attrs.frozen

@@ -1,5 +1,6 @@
 """The scheduler's half against a link that answers when the test says so."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from lmcache.core.keys import ChainHasher, chain_root
 from lmcache.core.protocol import Found
 from lmcache.engines.vllm.offering import Offering
 from lmcache.engines.vllm.orders import NULL_BLOCK, LoadOrder, StepOrders
-from lmcache.engines.vllm.scheduler import SchedulerSide
+from lmcache.engines.vllm.scheduler import PATIENCE_S, SchedulerSide
 from lmcache.errors import DeadlineExceeded, LMCacheError, ServerUnavailable
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 
@@ -29,7 +30,12 @@ class Lookup:
     limit: int
     outcome: Found | LMCacheError | None = None
 
-    def poll(self) -> Found | None:
+    patience: list[float] = attrs.Factory(list)
+    """Of every question for the answer."""
+
+    def poll(self, patience: float = 0.0) -> Found | None:
+        self.patience.append(patience)
+        time.sleep(patience if self.outcome is None else 0.0)
         if isinstance(self.outcome, LMCacheError):
             raise self.outcome
         return self.outcome
@@ -149,6 +155,24 @@ def test_a_prompt_is_looked_up_when_it_arrives_and_polled_when_its_turn_comes(st
     assert stage.side.matched(request, 4) == (12, True)
     assert stage.side.matched(request, 0) == (16, True)
     assert len(stage.link.lookups) == 1
+
+
+def test_a_step_waits_a_moment_for_answers_and_for_each_lookup_once(stage: Stage) -> None:
+    first, second, late = (FakeRequest(name) for name in ("first", "second", "late"))
+    for request in (first, second):
+        stage.side.arrived(request)
+    assert [stage.side.matched(request, 0) for request in (first, second, first)] == [(None, False)] * 3
+    asked_first, asked_second = stage.link.lookups
+    # the first one has used up what the step had for both
+    assert (asked_first.patience, asked_second.patience) == ([PATIENCE_S, 0.0], [0.0])
+
+    stage.side.step({}, lambda _: None)
+    stage.side.arrived(late)
+    stage.link.lookups[-1].answer(16)
+    asked_second.answer(8)
+    assert [stage.side.matched(request, 0) for request in (second, late)] == [(8, True), (16, True)]
+    assert asked_second.patience == [0.0, 0.0]
+    assert stage.link.lookups[-1].patience == [PATIENCE_S]
 
 
 def test_a_prompt_shorter_than_a_chunk_is_not_looked_up(stage: Stage) -> None:

@@ -63,7 +63,7 @@ def test_aborted_while_it_is_queued(engine: EngineProcess) -> None:
 def test_aborted_before_the_lookup_is_answered(engine: EngineProcess) -> None:
     engine.run(
         "from lmcache.core.link import Pending\n"
-        "poll, Pending.poll = Pending.poll, lambda self: None\n"
+        "poll, Pending.poll = Pending.poll, lambda self, patience=0.0: None\n"
         "driver.add('a', ids, 8); driver.step(2); driver.abort('a'); driver.step(2)\n"
         "busy = looking.busy()\n"
         "Pending.poll = poll\n"

@@ -1,5 +1,7 @@
 """The main job on a real vLLM: what was computed once is served from the server, and nobody can tell by the answer."""
 
+import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -43,6 +45,29 @@ def test_a_prompt_that_comes_again_is_served_from_the_cache_with_the_same_answer
     assert least <= warm["cached"] < length
     assert same_answer(cold, warm)
     assert len(set(cold["tokens"])) > 4, "the model repeats itself, so its answers prove little"
+
+
+def test_a_request_loses_no_step_to_a_lookup_that_is_answered_soon(
+    engine: EngineProcess, server: ServerProcess
+) -> None:
+    be_patient = """
+import lmcache.engines.vllm.scheduler as module
+result, module.PATIENCE_S = module.PATIENCE_S, seconds
+looking._patience = seconds
+"""
+    usual = engine.run(be_patient, seconds=30)
+    server.send(signal.SIGSTOP)
+    try:
+        engine.call("add", name="new", ids=prompt(900, 300), max_tokens=1)
+        engine.ask("step")
+        time.sleep(0.1)
+        server.send(signal.SIGCONT)
+        answers = engine.answer()
+    finally:
+        server.send(signal.SIGCONT)
+        engine.run(be_patient, seconds=usual)
+    assert list(answers) == ["new"]
+    assert usual <= 0.001
 
 
 def test_another_salt_misses_and_the_same_one_hits(engine: EngineProcess, server: ServerProcess) -> None:
