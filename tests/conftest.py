@@ -6,6 +6,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# a red run can be made again: there it finds what it found, here it says what to decorate the test with
+settings.register_profile("reproducible", derandomize=bool(os.environ.get("CI")), print_blob=True)
+settings.load_profile("reproducible")
 
 # read when NumPy is loaded: BLAS threads fight over the reference engine's small matrices, at ten times the cost
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

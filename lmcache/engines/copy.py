@@ -1,4 +1,4 @@
-"""Pages ↔ cells: the one file that moves an engine's bytes. NumPy only; used in worker processes.
+"""Pages ↔ cells in the host's memory. NumPy only; used in worker processes.
 
 A copy is a handful of large calls that release the GIL once each, because a call per page is slower and starves, or is
 starved by, every other Python thread. To get there, the pages of many layers are seen as one array of *rows*: the

@@ -32,6 +32,7 @@ from fault_points import COPIES, FILE, GO, POINTS, SOCKET, Trigger
 
 from lmcache.core.control import Control, ServerAddress
 from lmcache.errors import LMCacheError
+from lmcache.plugins.testing.ports import free_port
 
 HOSTS = Path(__file__).with_name("fault_points.py")
 PATIENCE_S = 60.0
@@ -138,9 +139,7 @@ class Bench:
         self._breakpoints.bind("\0" + name)
         self._breakpoints.listen()
         self._environment = {**os.environ, FILE: str(folder / "armed"), SOCKET: name, "OPENBLAS_NUM_THREADS": "1"}
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self._port = int(sock.getsockname()[1])
+        self._port = free_port()
         self._address = f"127.0.0.1:{self._port}"
         self._shape = SHAPES[0]
         self._ranks: list[int] = []
@@ -316,7 +315,7 @@ class Bench:
         zero = ("tickets", "reservations", "pinned_nodes", "cells_reserved")
 
         def settled() -> bool:
-            with Control(ServerAddress.parse(self._address)) as control, contextlib.suppress(LMCacheError):
+            with Control(ServerAddress.parse(self._address), PATIENCE_S) as control, contextlib.suppress(LMCacheError):
                 report.update(control.status())
             gauges = report.get("gauges", {})
             return gauges.get("clients") == 3 and not any(gauges[name] for name in zero)

@@ -40,6 +40,8 @@ SHAPES = ("llama", "gemma", "hybrid", "glm53_flash")
 """Of the engines in this process: full attention; windows; recurrent states; scratch. 8, 4, 3 and 2 cells a chunk."""
 TWO_RANKS = "everything"
 """Of the engine of two ranks in processes of its own, which dies: 9 cells a chunk, in nine objects."""
+DEADLINE_S = "5.0"
+"""Of that engine, for one request."""
 
 PINNED = "hybrid"
 PAID, SMALL = "a salt whose tenant is guaranteed a share", "a salt whose tenant has a quota"
@@ -108,13 +110,13 @@ class Deaths:
         self._paused.listen()
         self._paused.settimeout(PATIENCE_S)
         self._environment = {**os.environ, FILE: str(folder / "armed"), SOCKET: name, "OPENBLAS_NUM_THREADS": "1"}
-        self._alone = Host(self._environment, "engine", TWO_RANKS, "2")
+        self._alone = Host(self._environment, "engine", TWO_RANKS, "2", DEADLINE_S)
         self._alone.line()
         self._known: dict[int, str] = {}
 
     def start(self, address: str) -> tuple[Host, list[int]]:
         """An engine, and its ranks' pids."""
-        host = Host(self._environment, "engine", TWO_RANKS, "2", address)
+        host = Host(self._environment, "engine", TWO_RANKS, "2", DEADLINE_S, address)
         return host, json.loads(host.line())["ranks"]
 
     def right(self, number: int) -> str:
@@ -198,7 +200,7 @@ class FullL1:
         self.engines = {shape: Engine(GEOMETRIES[shape], server=self.address, seed=1, deadline=5.0) for shape in SHAPES}
 
     def control(self) -> Control:
-        return Control(ServerAddress.parse(self.address))
+        return Control(ServerAddress.parse(self.address), PATIENCE_S)
 
     def status(self) -> dict[str, Any]:
         with self.control() as control:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-PATIENCE_S = 5.0
-"""How long a leftover may take to go away."""
+PATIENCE_S = 30.0
+"""How long a leftover may take to go away: a large engine that was killed, on a busy host."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SHM = Path("/dev/shm")

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import ipaddress
 import os
-import random
 import shutil
 import signal
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from lmcache.core.tier import TierLocation
+from lmcache.plugins.testing.ports import free_port
 
 START_S = 20.0
 """A server that has not answered by then will not."""
@@ -201,16 +201,3 @@ class Certificates:
             *("--tls-ca-cert-file", str(self.authority)),
             *("--tls-auth-clients", "no"),
         ]
-
-
-def free_port(beside: int = 0) -> int:
-    """A loopback port that nobody listens on; with `beside`, the one that is higher by this is free as well."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            try:
-                first.bind(("127.0.0.1", random.randrange(20_000, 30_000) if beside else 0))
-                port: int = first.getsockname()[1]
-                second.bind(("127.0.0.1", port + beside if beside else 0))
-            except OSError:
-                continue
-            return port

@@ -19,9 +19,9 @@ from urllib.parse import unquote
 
 import leaks
 import pytest
-from redis_stand import free_port
 
 from lmcache.core.tier import TierLocation
+from lmcache.plugins.testing.ports import free_port
 
 START_S = 120.0
 CREDENTIALS = {"access_key": "AKIDTEST", "secret_key": "t0ps3cret"}

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from vllm_stand import LOGPROB_TOLERANCE, EngineProcess, ServerProcess, free_port
+from vllm_stand import LOGPROB_TOLERANCE, EngineProcess, ServerProcess
 
 from lmcache.core.adapter import EngineAdapter
 from lmcache.core.control import ServerAddress
 from lmcache.engines.sglang.adapter import SglangAdapter
 from lmcache.plugins.testing import Answer, EngineAdapterTests, EngineUnderTest
+from lmcache.plugins.testing.ports import free_port
 
 HERE = Path(__file__).parents[1] / "engines" / "sglang"
 PAGE = 16

@@ -1,7 +1,7 @@
 """A scripted engine for tests of the command line: stores prompts of tokens on a real server, and looks them up."""
 
 import attrs
-from core_stand import wait_until
+from core_stand import PATIENCE_S, wait_until
 
 from lmcache.core.client import Client, ClientSettings, Engine, ServerAddress
 from lmcache.core.control import Control
@@ -63,7 +63,7 @@ class ScriptedEngine:
 
     def cells(self, tenant: str) -> int:
         """Cells that the server counts for a tenant with limits."""
-        with Control(ServerAddress("127.0.0.1", self.port)) as control:
+        with Control(ServerAddress("127.0.0.1", self.port), PATIENCE_S) as control:
             tenants = {each["tenant"]: each["cells"] for each in control.status()["tenants"]}
         return tenants.get(tenant, 0)
 
@@ -71,7 +71,7 @@ class ScriptedEngine:
         self._client.close()
 
     def _gauges(self) -> dict[str, int]:
-        with Control(ServerAddress("127.0.0.1", self.port)) as control:
+        with Control(ServerAddress("127.0.0.1", self.port), PATIENCE_S) as control:
             return control.status()["gauges"]
 
 

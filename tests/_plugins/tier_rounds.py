@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from core_stand import CELL, CHUNK, ServerProcess, prompt, wait_until
+from core_stand import CELL, CHUNK, PATIENCE_S, ServerProcess, prompt, wait_until
 from tier_stand import TinyEngine
 
 from lmcache.core.blob import BlobIdentity
@@ -140,7 +140,7 @@ class Site:
                 hit = engine.hit(hashes)
                 assert hit == self._reach(engine, hashes, files), f"{engine.model} {number}"
                 self.found["chunks hit"] += hit
-        with Control(self.server.address) as control:
+        with Control(self.server.address, PATIENCE_S) as control:
             control.wait_idle()
         gauges = self.server.status()["gauges"]
         assert [gauges[name] for name in ("tickets", "reservations", "cells_reserved", "pinned_nodes")] == [0] * 4

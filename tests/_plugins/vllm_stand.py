@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from core_stand import PATIENCE_S, wait_until
 from lmcache.core.control import Control, ServerAddress
 from lmcache.errors import ServerUnavailable
 from lmcache.plugins.testing import Answer, EngineUnderTest
+from lmcache.plugins.testing.ports import free_port
 
 DRIVER = Path(__file__).parents[1] / "engines" / "vllm" / "engine_driver.py"
 LOGPROB_TOLERANCE = 1e-4
@@ -280,15 +280,6 @@ class VllmUnderTest(EngineUnderTest):
 
     def close(self) -> None:
         self._engine.close()
-
-
-def free_port() -> int:
-    """One that nobody is given by chance: an engine binds dozens of its own while our server is not there yet."""
-    while True:
-        port = random.randrange(20_000, 32_000)  # below what the kernel hands out
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def prompt(seed: int, length: int) -> list[int]:

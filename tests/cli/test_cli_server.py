@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from core_stand import PATIENT
+from core_stand import PATIENCE_S, PATIENT
 
 from lmcache import __version__
 from lmcache.cli.options import size_text
@@ -89,7 +89,7 @@ def test_the_commands_that_people_already_type_are_understood(start_server) -> N
     start_server("--chunk-size", "256", "--separate-object-groups", "--eviction-policy", "LRU")
     server = start_server("--max-workers", "8", "--eviction-policy", "LRU", "--chunk-size", "1024")
 
-    with Control(ServerAddress(port=server.port)) as control:
+    with Control(ServerAddress(port=server.port), PATIENCE_S) as control:
         assert control.status()["chunk_size"] == 1024
 
 
@@ -97,7 +97,7 @@ def test_the_commands_that_people_already_type_are_understood(start_server) -> N
 def test_a_signal_ends_it_with_0_and_nothing_is_left(start_server, number) -> None:
     server = start_server()
     address = ServerAddress(port=server.port)
-    with Control(address) as control:
+    with Control(address, PATIENCE_S) as control:
         unix_socket = control.hello().socket
     assert memfds_of(server.process.pid) == {"/memfd:lmcache-l1 (deleted)"}
     assert unix_socket in unix_sockets()
@@ -137,7 +137,7 @@ def test_a_signal_that_does_not_interrupt_the_loops_wait_ends_it_all_the_same(st
 
 def test_killed_it_leaves_nothing_either_and_its_port_serves_again(start_server) -> None:
     server = start_server()
-    with Control(ServerAddress(port=server.port)) as control:
+    with Control(ServerAddress(port=server.port), PATIENCE_S) as control:
         unix_socket = control.hello().socket
 
     assert server.end(signal.SIGKILL) == (-signal.SIGKILL, "", "")
@@ -156,7 +156,7 @@ def test_a_store_in_flight_is_let_finish_before_the_server_ends(start_server) ->
     reserved = link.reserve("", b"", bytes(16), group=0, shard=0)
 
     server.process.send_signal(signal.SIGTERM)
-    with Control(ServerAddress(port=server.port)) as control:
+    with Control(ServerAddress(port=server.port), PATIENCE_S) as control:
         assert control.status()["gauges"]["reservations"] == 1
     with contextlib.suppress(LinkLost):  # the server may be gone before its answer has been read
         link.commit(reserved.reservation)
@@ -184,7 +184,7 @@ def test_a_second_signal_ends_it_at_once_though_a_store_is_in_flight(start_serve
 def test_a_named_socket_goes_with_the_server_or_with_the_next_start(start_server, tmp_path) -> None:
     folder = tmp_path / "run"
     server = start_server("--socket-dir", str(folder))
-    with Control(ServerAddress(port=server.port)) as control:
+    with Control(ServerAddress(port=server.port), PATIENCE_S) as control:
         assert Path(control.hello().socket).parent == folder
     assert server.end(signal.SIGKILL)[0] == -signal.SIGKILL
     assert list(folder.glob("*.sock")) != []
@@ -297,7 +297,7 @@ def lmcache_server_stopping():
     hear("stopping")
 """)
     server = start_server("--plugin", str(tmp_path / "observer.py"))
-    with Control(ServerAddress(port=server.port)) as control:
+    with Control(ServerAddress(port=server.port), PATIENCE_S) as control:
         control.ping()
     code, _, err = server.end()
 
@@ -330,7 +330,7 @@ def lmcache_register_eviction_policies():
 
 def test_a_running_server_has_loaded_neither_engine_nor_numpy_nor_what_is_dear(start_server) -> None:
     server = start_server(launcher=("-X", "importtime", "-m", "lmcache"))
-    with Control(ServerAddress(port=server.port)) as control:
+    with Control(ServerAddress(port=server.port), PATIENCE_S) as control:
         control.status()
     _, _, err = server.end()
 

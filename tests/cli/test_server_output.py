@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from core_stand import wait_until
+from core_stand import PATIENCE_S, wait_until
 
 from lmcache.core.control import Control, ServerAddress
 from lmcache.errors import ServerUnavailable
@@ -14,7 +14,7 @@ from lmcache.errors import ServerUnavailable
 
 def answers(port: int) -> bool:
     try:
-        with Control(ServerAddress(port=port)) as control:
+        with Control(ServerAddress(port=port), PATIENCE_S) as control:
             return control.ping() > 0
     except ServerUnavailable:
         return False

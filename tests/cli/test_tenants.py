@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from core_stand import RawConnection
+from core_stand import PATIENCE_S, RawConnection
 from tenant_stand import CELL, CELLS, SMALL, ScriptedEngine, tokens
 
 from lmcache.core.control import Control, ServerAddress
@@ -34,7 +34,7 @@ def start_engine(start_server):
 
 
 def status(engine: ScriptedEngine) -> dict[str, object]:
-    with Control(ServerAddress("127.0.0.1", engine.port)) as control:
+    with Control(ServerAddress("127.0.0.1", engine.port), PATIENCE_S) as control:
         return control.status()
 
 
@@ -160,7 +160,7 @@ def test_a_ttl_of_any_length_is_taken_and_the_server_goes_on(start_engine, ttl: 
 )
 def test_hints_that_make_no_sense_end_that_connection_and_nobody_elses(start_engine, hints: object) -> None:
     engine = start_engine()
-    with Control(ServerAddress("127.0.0.1", engine.port)) as control:
+    with Control(ServerAddress("127.0.0.1", engine.port), PATIENCE_S) as control:
         liar = RawConnection(control.hello().socket)
     liar.register()
     body = msgspec.msgpack.encode(["Lookup", 7, "t", bytes(16), 5, hints])

@@ -133,7 +133,7 @@ def test_what_one_host_stores_another_loads(serve: Serve, remote: Remote) -> Non
 
 def test_engines_of_both_kinds_share_a_cache(serve: Serve, remote: Remote) -> None:
     server = serve(insecure=True)
-    with Control(server.address) as control:
+    with Control(server.address, PATIENCE_S) as control:
         local = Link.register(control.hello().socket, WORKER, PATIENCE_S)
     store(local, prompt(1, 2), b"xy")
     away = remote(server)

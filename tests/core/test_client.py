@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from lmcache.core.keys import HASH_BYTES, ChainHasher, chain_root
 from lmcache.core.protocol import Placed, Role
 from lmcache.errors import DeadlineExceeded, LinkLost, LMCacheError, ProtocolError, Refused, ServerUnavailable
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
+from lmcache.plugins.testing.ports import free_port
 
 CHUNK = 64
 PAGE = 4096
@@ -31,8 +31,7 @@ class ServerProcess:
     """`lmcache server` on one port, started again as often as wanted."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.address = ServerAddress(port=probe.getsockname()[1])
+        self.address = ServerAddress(port=free_port())
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *options: str) -> "ServerProcess":

@@ -22,6 +22,7 @@ from lmcache.core.client import Client, ClientSettings, Engine, ServerAddress
 from lmcache.core.link import Link
 from lmcache.core.protocol import PROTOCOL, Hello, Role, Welcome, decode_request, encode
 from lmcache.errors import ProtocolError, ServerUnavailable, VersionMismatch
+from lmcache.plugins.testing.ports import free_port
 
 Serve = Callable[..., RunningServer]
 Start = Callable[..., ServerProcess]
@@ -34,11 +35,6 @@ def linked(client: Client) -> Link | None:
     with contextlib.suppress(ServerUnavailable):
         return client.link()
     return None
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

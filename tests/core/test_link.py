@@ -704,7 +704,7 @@ from lmcache.errors import LinkLost
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 
 geometry = Geometry((KVGroup(GroupKind.FULL, 16, (4096,)),))
-with Control(ServerAddress("127.0.0.1", int(sys.argv[1]))) as control:
+with Control(ServerAddress("127.0.0.1", int(sys.argv[1])), 60.0) as control:
     address = control.hello().socket
 link = Link.register(address, Engine({"model": "m"}, geometry, Role.WORKER), 10.0)
 link.reserve("", b"", b"h" * 16, 0, 0)

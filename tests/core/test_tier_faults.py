@@ -15,7 +15,7 @@ import attrs
 import bad_tiers
 import pytest
 from bad_tiers import BadTier, opened
-from core_stand import wait_until
+from core_stand import PATIENCE_S, wait_until
 from redis_stand import needs_redis
 from reference_stand import RunningServer, assert_same, prompt, start
 
@@ -152,7 +152,7 @@ class Site:
 
     def status(self) -> dict[str, Any]:
         assert self.server
-        with Control(ServerAddress.parse(self.server.address)) as control:
+        with Control(ServerAddress.parse(self.server.address), PATIENCE_S) as control:
             return control.status()
 
     def counters(self) -> dict[str, float]:

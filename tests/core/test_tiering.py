@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_stand import CELL, CHUNK, GEOMETRY, ServerProcess, prompt, wait_until
+from core_stand import CELL, CHUNK, GEOMETRY, PATIENCE_S, ServerProcess, prompt, wait_until
 from tier_stand import TinyEngine, joined
 
 from lmcache.core.control import Control
@@ -63,7 +63,7 @@ class Site:
             return ""
 
     def settle(self) -> None:
-        with Control(self.server.address) as control:
+        with Control(self.server.address, PATIENCE_S) as control:
             control.wait_idle()
 
     def tier(self) -> dict[str, Any]:

@@ -8,12 +8,14 @@ import inspect
 import os
 import re
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lmcache.core.client import Client
 from lmcache.core.link import Link
 from lmcache.plugins.testing import Answer, EngineUnderTest, Weights, served
 from lmcache.plugins.testing.adapter import EngineStand
@@ -283,6 +285,26 @@ def test_an_engine_that_ends_when_a_load_fails_passes_if_its_class_says_so(pebbl
     monkeypatch.setattr(pebble.tests.TestPromises, "ends_when_a_load_fails", True)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         _run(pebble, tmp_path, FAILS, {"fault": LoadFault.CONFIRM})
+
+
+SERVED = "what_the_engine_holds_itself_is_neither_loaded_nor_lost"
+
+
+def test_an_engine_that_has_its_links_later_than_the_server_counts_them_is_waited_for(pebble, tmp_path, monkeypatch):
+    register = Client._register
+
+    def slow(client):
+        link = register(client)
+        time.sleep(0.5)
+        return link
+
+    monkeypatch.setattr(Client, "_register", slow)
+    _run(pebble, tmp_path, SERVED, {})
+
+
+def test_an_engine_that_cannot_tell_of_its_links_is_tested_as_well(pebble, tmp_path, monkeypatch):
+    monkeypatch.delattr(pebble.tests.PebbleUnderTest, "linked")
+    _run(pebble, tmp_path, SERVED, {})
 
 
 def _run(pebble, folder, test, arguments):

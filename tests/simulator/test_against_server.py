@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from core_stand import CELL, CHUNK, FACTS, GEOMETRY, SETTINGS, RunningServer
+from core_stand import CELL, CHUNK, FACTS, GEOMETRY, PATIENCE_S, SETTINGS, RunningServer
 from reference_stand import RunningServer as ServerProcess
 from reference_stand import StartServer, prompt, start
 
@@ -134,7 +134,7 @@ def test_a_recording_replays_to_the_servers_own_counters(
             server.wait_idle()
         counters = server.counters()
     server.process.terminate()
-    assert server.process.wait(60) == 0
+    assert server.process.wait(PATIENCE_S) == 0
     server.process.communicate()
 
     tenants = {json.loads(line).get("tenant", "") for line in file.read_text().splitlines()[2:]}

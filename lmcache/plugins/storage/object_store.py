@@ -45,6 +45,7 @@ _REMOTE_OPTIONS = {
 class RemoteTier(ObjectStoreTier):
     """What the tiers on object stores behind HTTP have in common."""
 
+    options: ClassVar[Mapping[str, str]] = _REMOTE_OPTIONS
     bucket_option: ClassVar[str]
     """What obstore calls the bucket."""
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import enum
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ from typing import Any
 
 from lmcache.core.control import Control, ServerAddress
 from lmcache.errors import ServerUnavailable
+from lmcache.plugins.testing.ports import free_port
 
 PATIENCE_S = 60.0
 """How long something may take to come true. Never asserted, only given up on."""
@@ -66,7 +65,7 @@ class ServerUnderControl:
     """One server after another, all at one address."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
-        self.address = ServerAddress("127.0.0.1", _free_port())
+        self.address = ServerAddress("127.0.0.1", free_port())
         self.flags = flags
         """What the running server, or the last one, was started with."""
         self._log = folder / "server.log"
@@ -174,12 +173,3 @@ class ServerUnderControl:
             return not any(gauges[name] for name in held)
 
         self.wait_until(nothing, f"{', '.join(held)} are all 0")
-
-
-def _free_port() -> int:
-    """One that nobody is given by chance while our server is not there."""
-    while True:
-        port = random.randrange(20_000, 32_000)  # noqa: S311  # below what the kernel hands out
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from core_stand import PATIENCE_S
 from reference_stand import RunningServer, StartServer, start
 
 
@@ -27,7 +28,7 @@ def server() -> Iterator[RunningServer]:
     running = start("--chunk-size", "64")
     yield running
     running.process.terminate()
-    assert running.process.wait(10) == 0
+    assert running.process.wait(PATIENCE_S) == 0
     running.process.communicate()
 
 

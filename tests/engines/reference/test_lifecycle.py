@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 
@@ -18,16 +17,11 @@ from lmcache.engines.reference.scheduler import SchedulerConnector
 from lmcache.engines.reference.shapes import GEOMETRIES
 from lmcache.engines.reference.worker import WorkerConnector
 from lmcache.errors import ConfigError
+from lmcache.plugins.testing.ports import free_port
 
 CHUNK = 64
 SHAPE = GEOMETRIES["everything"]
 ASKED = prompt(CHUNK * 3 + 9)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 
+from core_stand import PATIENCE_S
 from reference_stand import RunningServer, StartServer, assert_same, engine_at, prompt
 
 from lmcache.core.control import Control, ServerAddress
@@ -32,7 +33,7 @@ HITS = {"llama-16": 6 * 256, "odd-56": 6 * 280, "hybrid-784": 2 * 784}
 
 def namespaces(server: RunningServer) -> dict[str, int]:
     """Chunk size of each model that the server knows."""
-    with Control(ServerAddress.parse(server.address)) as control:
+    with Control(ServerAddress.parse(server.address), PATIENCE_S) as control:
         return {each["facts"]["model"]: each["chunk_size"] for each in control.status()["namespaces"]}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from core_stand import wait_until
 from device_order import DeviceOrder
-from vllm_stand import ServerProcess, free_port
+from vllm_stand import ServerProcess
 
 from lmcache.core.client import Client, ClientSettings, Engine, ServerAddress
 from lmcache.core.protocol import Role
@@ -21,6 +21,7 @@ from lmcache.engines.sglang.page_keys import chain_hashes
 from lmcache.engines.sglang.page_store import Pages, PageStore
 from lmcache.engines.sglang.pools import Pool, build_geometry
 from lmcache.errors import GeometryError
+from lmcache.plugins.testing.ports import free_port
 
 PAGE = 16
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 from sglang_stand import ENVIRONMENT, prompt, same_answer
-from vllm_stand import ServerProcess, free_port
+from vllm_stand import ServerProcess
 
 from lmcache.engines.sglang.hicache_keys import SGLANGS_OWN
 from lmcache.engines.sglang.settings import read_settings
+from lmcache.plugins.testing.ports import free_port
 
 PAGE = Path(__file__).parents[3] / "docs" / "engines" / "sglang.md"
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_stand import BLOCKS, SHARED_ENGINE, EngineProcess, ServerProcess, Stand, free_port
+from vllm_stand import BLOCKS, SHARED_ENGINE, EngineProcess, ServerProcess, Stand
 from worker_stand import CHUNK
+
+from lmcache.plugins.testing.ports import free_port
 
 pytest.register_assert_rewrite("group_scenarios")
 

@@ -13,7 +13,9 @@ from typing import Any
 import attrs
 import pytest
 from spec_stand import GEOMETRIES, SpecProcess
-from vllm_stand import ServerProcess, free_port
+from vllm_stand import ServerProcess
+
+from lmcache.plugins.testing.ports import free_port
 
 pytestmark = pytest.mark.vllm
 

@@ -14,6 +14,7 @@ from s3_stand import S3Server, WaywardServer, object_store_runtime, wayward_serv
 
 from lmcache.core.tier import TierLocation
 from lmcache.errors import ConfigError, TierError
+from lmcache.plugins.manager import PluginManager
 from lmcache.plugins.storage.object_store import AzureTier, FolderTier, GoogleTier, S3Tier
 from lmcache.plugins.storage.object_store_tier import ObjectStoreTier
 
@@ -155,16 +156,18 @@ def azure(server: WaywardServer, **secrets: str) -> AzureTier:
 
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
-def test_google_and_azure_are_asked_with_their_own_requests(scheme: str) -> None:
+def test_google_and_azure_are_asked_with_their_own_requests(scheme: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
     with wayward_server() as server:
-        tier: ObjectStoreTier
+        options = f"endpoint={server.endpoint}&allow_http=on&retries=1&connections=4"
         if scheme == "gs":
             account = {"private_key": "", "private_key_id": "", "client_email": "", "disable_oauth": True}
-            secrets = {"service_account": json.dumps(account)}
-            options = {"endpoint": server.endpoint, "allow_http": "on"}
-            tier = GoogleTier(TierLocation("gs", "test", path="/kv", options=options, secrets=secrets))
+            secret.write_text(json.dumps(account))
+            url = f"gs://test/kv?{options}&service_account_file={secret}"
         else:
-            tier = azure(server, access_key="dDBwczNjcmV0")
+            secret.write_text("dDBwczNjcmV0")
+            url = f"az://test?{options}&account=acc&access_key_file={secret}"
+        tier = PluginManager().open_tier(url).blobs.tier
         blob = hashlib.shake_128(b"x").digest(2_500_000)
         tier.store(KEY, [blob[:5], blob[5:]], soon())
         assert loaded(tier, KEY, 5, len(blob) - 5) == (len(blob), blob)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from core_stand import wait_until
+from core_stand import PATIENCE_S, wait_until
 from reference_stand import RunningServer, assert_same, prompt, start
 
 from lmcache.cli.status import status
@@ -58,7 +58,7 @@ def tier(server: RunningServer) -> dict[str, Any]:
 
 def told(server: RunningServer) -> dict[str, Any]:
     """The same, now."""
-    with Control(ServerAddress.parse(server.address)) as control:
+    with Control(ServerAddress.parse(server.address), PATIENCE_S) as control:
         (report,) = control.status()["tiers"]
     counters: dict[str, Any] = report["counters"]
     return counters

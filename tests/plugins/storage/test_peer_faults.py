@@ -219,7 +219,7 @@ def test_a_server_does_not_take_what_its_peer_refused_for_stored(peer: Peer) -> 
     engine = TinyEngine(ours.address, GEOMETRY)
     try:
         engine.store(prompt(1, 3))
-        with Control(ours.address) as control:
+        with Control(ours.address, PATIENCE_S) as control:
             control.wait_idle()
         (report,) = ours.status()["tiers"]
         assert (report["counters"]["lost"], report["counters"]["stored"], report["counters"]["errors"]) == (3, 0, 0)

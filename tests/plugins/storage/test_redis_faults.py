@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from redis_stand import RedisServer, free_port, needs_redis
+from redis_stand import RedisServer, needs_redis
 
 from lmcache.core.tier import TierLocation
 from lmcache.errors import TierError
 from lmcache.plugins.storage import redis_servers
 from lmcache.plugins.storage.redis import RedisTier
+from lmcache.plugins.testing.ports import free_port
 
 pytest.importorskip("redis", reason="redis-py is not installed (extra lmcache[redis])")
 pytestmark = needs_redis
