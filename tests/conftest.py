@@ -21,6 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 pytest_plugins = ["leaks", "long_values"]
 
+AMBIENT = ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LMCACHE_KEYS")
+"""What a CI or a user may have set, and what the commands under test would print or do otherwise for."""
+
 ENGINE_TIMEOUT_S = 900
 """A real engine takes 30 to 90 s to start on two cores, and its first test waits for it."""
 
@@ -38,6 +41,12 @@ def why_no_gpu() -> str:
     import torch
 
     return "" if torch.cuda.is_available() else "there is an NVIDIA GPU here, and torch is a build that cannot use it"
+
+
+def pytest_sessionstart() -> None:
+    # not at import: pytest's own colours are chosen by now
+    for name in AMBIENT:
+        os.environ.pop(name, None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
