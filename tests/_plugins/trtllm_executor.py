@@ -128,6 +128,12 @@ class Executor:
 
     # ---------------------------------------------------------------------------------------------------- from outside
 
+    @property
+    def linked(self) -> bool:
+        """Whether the scheduler and every worker have their links: the server counts a client a moment earlier."""
+        sides = [half._side for half in (self.scheduler, *(rank.worker for rank in self.ranks))]
+        return all(side is not None and side._client.linked for side in sides)
+
     def submit(
         self,
         prompt: Sequence[int],

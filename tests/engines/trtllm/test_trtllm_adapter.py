@@ -56,8 +56,7 @@ class SimulatedEngine(EngineUnderTest):
         return [Answer(tuple(run.answer), run.computed + run.taken) for run in runs]
 
     def linked(self) -> bool:
-        sides = [half._side for half in (self.executor.scheduler, *(rank.worker for rank in self.executor.ranks))]
-        return all(side is not None and side._client.linked for side in sides)
+        return self.executor.linked
 
     def drop_own_cache(self) -> None:
         self.executor.blocks.forget()

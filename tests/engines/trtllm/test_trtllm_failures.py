@@ -44,6 +44,12 @@ def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
+def await_links(engine: Executor, server: ServerUnderControl) -> None:
+    """Return when this server has both sides of the engine, and they have it."""
+    server.await_clients(2)
+    server.wait_until(lambda: engine.linked, "scheduler and worker have their links")
+
+
 @flat
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_parked_requests_are_served_while_others_run(
@@ -119,7 +125,7 @@ def test_without_a_server_everything_is_computed_and_one_that_comes_is_used(
     try:
         cold = engine.generate(text)
         faulty.start()
-        faulty.await_clients(2)
+        await_links(engine, faulty)
         assert engine.generate(text).taken == 0
         faulty.await_stores()
         assert engine.generate(text).taken == 3 * CHUNK
@@ -130,7 +136,7 @@ def test_without_a_server_everything_is_computed_and_one_that_comes_is_used(
         faulty.kill()
         engine.step()
         faulty.start()
-        faulty.await_clients(2)
+        await_links(engine, faulty)
         engine.finish(run)
         assert (run.taken, run.answer[:3]) == (3 * CHUNK, cold.answer)
         # the pages that it holds, those that were loaded among them, went to the new server
@@ -153,7 +159,7 @@ def test_a_new_server_is_given_no_page_that_has_left_its_window(names: Any, faul
         engine.step()
         faulty.kill()
         faulty.start()
-        faulty.await_clients(2)
+        await_links(engine, faulty)
         engine.finish(run, *others)
         faulty.await_stores()
         served = engine.generate([*text, *run.answer])
@@ -197,7 +203,7 @@ def test_the_executor_is_kept_waiting_no_longer_than_it_was_told(
     engine = Executor(names, str(faulty.address))
     try:
         engine.generate(fresh(BLOCK))  # this generation's scheduler connects with the first request
-        faulty.await_clients(2)
+        await_links(engine, faulty)
         engine.generate(text)
         faulty.await_stores()
         faulty.stop()
