@@ -12,10 +12,10 @@ class HostLocks(Protocol):
     """How memory of the host is locked for a device."""
 
     def lock(self, address: int, size: int) -> None:
-        """Raises OSError."""
+        """Raises OSError, or RuntimeError as torch does."""
 
     def unlock(self, address: int) -> None:
-        """Raises OSError."""
+        """Raises as `lock` does."""
 
 
 class Reach(Protocol):
@@ -71,7 +71,7 @@ class Pins:
                 return
             try:
                 self._locks.lock(address + start, end - start)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 self._refused.add(address)
                 self._warn(start, size, error)
             else:
@@ -83,10 +83,10 @@ class Pins:
         for start in range(0, self._locked.pop(address, 0), SLAB_BYTES):
             try:
                 self._locks.unlock(address + start)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 log.debug("lmcache: a slab of an arena that goes stays locked: %s", error)
 
-    def _warn(self, locked: int, size: int, error: OSError) -> None:
+    def _warn(self, locked: int, size: int, error: Exception) -> None:
         if not self._warned:
             self._warned = True
             log.warning(

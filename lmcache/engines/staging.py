@@ -72,8 +72,12 @@ class Device:
     """Where the pages are, and how to wait for the kernels that read and write them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        """Without an index it is the calling thread's device, as torch means it."""
         self._module: Any = torch.get_device_module(device)
+        if device.type != "cpu" and device.index is None:
+            # now: threads of ours have chosen no device, and would take number 0
+            device = torch.device(device.type, self._module.current_device())
+        self.device = device
         self._beside: Any = None
 
     @functools.cached_property

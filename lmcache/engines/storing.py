@@ -14,7 +14,7 @@ from lmcache.core.hints import NO_HINTS, Hints
 from lmcache.core.keys import HASH_BYTES
 from lmcache.core.protocol import Placed
 from lmcache.engines.copying import CopyPlans, Kernels, mapped_arena, store_objects
-from lmcache.errors import GeometryError, LMCacheError
+from lmcache.errors import GeometryError, LMCacheError, ServerUnavailable
 from lmcache.geometry.chunking import kept_blocks
 from lmcache.geometry.groups import Geometry, GroupKind
 
@@ -100,6 +100,7 @@ class Storer:
         self._fleeting = fleeting if fleeting is not None else _not_full(geometry)
         self._stored: dict[str, _Stored] = {}
         self._doubted: set[str] = set()
+        self._told: set[tuple[type[Exception], str, int | None]] = set()
         # those that stay first, where there are any: their chunks are the parents of all others
         self._order = sorted(geometry.cached_groups, key=lambda group: group in self._fleeting)
         # ranks with the same bytes take turns; but where a rank has to store one group and not another, the chunks of
@@ -122,11 +123,32 @@ class Storer:
             if link.namespace == namespace:
                 with self._kernels.behind_step(*streams):
                     for order in orders:
-                        self._store_request(link, self._stored[order.request])
+                        self._store_safely(link, self._stored[order.request])
         except LMCacheError as error:
             log.debug("lmcache: stores wait: %s", error)
-        except Exception:  # noqa: BLE001 - the engine must answer its users whatever is wrong with the cache
-            log.error("lmcache: a store failed; the engine goes on\n%s", traceback.format_exc())  # noqa: TRY400 - below
+        except Exception as error:  # noqa: BLE001 - the engine must answer its users whatever is wrong with the cache
+            self._tell(error)
+
+    def _store_safely(self, link: Link, stored: _Stored) -> None:
+        """What is wrong with one request's pages says nothing about the next one's; a link that has ended does."""
+        try:
+            self._store_request(link, stored)
+        except ServerUnavailable:
+            raise
+        except LMCacheError as error:
+            log.debug("lmcache: a store waits: %s", error)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        """Once for each kind and place: a fault that comes with every step would fill the engine's log."""
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        kind = (type(error), place.filename, place.lineno)
+        # as text: a log record with the exception itself would keep its frames, and with them the arena, mapped
+        text = "".join(traceback.format_exception(error))
+        level = logging.DEBUG if kind in self._told else logging.ERROR
+        log.log(level, "lmcache: a store failed; the engine goes on (said once)\n%s", text)
+        self._told.add(kind)
 
     def forget(self, requests: Iterable[str]) -> None:
         """These requests have ended: their blocks are no longer theirs."""

@@ -326,3 +326,21 @@ def test_the_node_of_a_device_is_what_the_kernel_says_of_its_slot(
     assert cuda.device_node(torch.device("cuda", 0)) == node
     del card.pci_domain_id  # as with older versions of torch
     assert cuda.device_node(torch.device("cuda", 0)) == -1
+
+
+def test_a_device_without_a_number_is_the_one_that_its_thread_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(current_device=lambda: 3))
+    assert staging.Device(torch.device("cuda")).device == torch.device("cuda", 3)
+    assert staging.Device(torch.device("cuda", 1)).device == torch.device("cuda", 1)
+
+
+def test_memory_that_torch_fails_to_lock_costs_speed_only(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(address: int, size: int) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    locks = MemoryLocks()
+    locks.lock = refuse  # type: ignore[method-assign]
+    pins = Pins(locks)
+    pins.mapped(1 << 30, SLAB_BYTES, SLAB_BYTES)
+    assert not pins.reaches(1 << 30, 1)
+    assert "no more can be: CUDA error: out of memory" in caplog.text

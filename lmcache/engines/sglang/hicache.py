@@ -74,17 +74,20 @@ class LMCacheStorage(HiCacheStorage):
         """The pool that all others follow: the KV itself."""
         super().register_mem_pool_host(mem_pool_host)
         self._page = int(mem_pool_host.page_size)
-        self._register(PoolName.KV.value, mem_pool_host)
+        self._register(PoolName.KV.value, mem_pool_host, self._updated)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """A pool beside it; the KV itself comes by this way once more."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = _name(host_pool_name)
         if self._pools.get(name) is not host_pool:
-            self._register(name, host_pool)
+            self._register(name, host_pool, self._updated)
 
-    def _register(self, name: str, pool: Any) -> None:
-        """Describe a pool and connect for it. Raises ConfigError or GeometryError for one that cannot be reached."""
+    def _register(self, name: str, pool: Any, updated: int) -> None:
+        """Describe a pool and connect for it, after so many updates of the weights.
+
+        Raises ConfigError or GeometryError for one that cannot be reached.
+        """
         config = self._config
         # beside KV that all ranks hold alike, SGLang has rank 0 alone store most pools, split by heads or not
         replicated = bool(config.is_mla_model) and name not in SHARDED and "MHA" not in type(pool).__name__
@@ -97,7 +100,7 @@ class LMCacheStorage(HiCacheStorage):
             "host",
             self._settings.weights_id,
         )
-        facts |= updated_facts(self._updated, self._cleared)
+        facts |= updated_facts(updated, self._cleared)
         client = Client(
             *(self._settings.address, Engine(facts, geometry, Role.WORKER, int(config.tp_rank))),
             *(self._settings.client, self._refused),
@@ -232,20 +235,21 @@ class LMCacheStorage(HiCacheStorage):
         """From now on this engine finds nothing that was stored before. What others find of it stays."""
         with self._renewing:
             self._cleared += 1
-            self._renew()
+            self._renew(self._updated)
 
     def _store(self, name: str) -> PageStore | None:
         """The store of a pool; all are made anew once the weights were exchanged."""
         if self._updated != self._updates.count:
             with self._renewing:
-                if self._updated != self._updates.count:
-                    self._updated = self._updates.count
-                    self._renew()
+                if self._updated != (count := self._updates.count):
+                    self._renew(count)
+                    # only now: SGLang's other threads would take the old weights' stores meanwhile
+                    self._updated = count
         return self._stores.get(name)
 
-    def _renew(self) -> None:
+    def _renew(self, updated: int) -> None:
         for name, pool in list(self._pools.items()):
-            self._register(name, pool)
+            self._register(name, pool, updated)
 
     def close(self) -> None:
         """SGLang detaches the storage, or ends."""

@@ -139,7 +139,9 @@ class LMCacheLinker(UnifiedCacheLinker):
         keys = _kv(transfers).keys
         hashes = chain_hashes(keys)
         wanted = self._wanted(keys, transfers)
-        loaded = bool(wanted) and self._current().load(hashes, wanted, whole=True) == len(keys)
+        # what the lookup found may have left memory for a tier since: the scheduler waits no longer than in a lookup
+        patience = self._settings.tier_wait
+        loaded = bool(wanted) and self._current().load(hashes, wanted, whole=True, patience=patience) == len(keys)
         # ranks that disagreed would run different batches, and wait for each other for ever
         loaded = self._group.all_agree(loaded)
         if loaded:

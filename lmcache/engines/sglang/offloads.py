@@ -1,13 +1,17 @@
 """Stores on a thread of their own, in order: SGLang keeps the pages locked until it is told that they are done."""
 
+import logging
 import queue
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+log = logging.getLogger(__name__)
+
 Work = Callable[[], bool]
-"""Stores something; says whether all of it is stored. Raises nothing."""
+"""Stores something; says whether all of it is stored. One that raises has stored nothing."""
 
 
 class Offloads:
@@ -61,12 +65,21 @@ class Offloads:
         with self._context():
             while (entry := self._work.get()) is not None:
                 work, pages = entry
-                stored = work()
+                stored = _outcome(work)
                 with self._lock:
                     self._waiting -= pages
                     self._under_way -= 1
                     self._done.append(stored)
                     self._lock.notify_all()
+
+
+def _outcome(work: Work) -> bool:
+    """Its answer, whatever goes wrong: SGLang keeps the pages locked until there is one."""
+    try:
+        return work()
+    except Exception:  # noqa: BLE001 - a device's, a driver's: the next store may work
+        log.error("lmcache: a store failed; SGLang goes on without it\n%s", traceback.format_exc())  # noqa: TRY400
+        return False
 
 
 def _given_up() -> bool:

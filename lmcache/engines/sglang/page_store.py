@@ -159,19 +159,19 @@ class PageStore:
 
     # --------------------------------------------------------------------------------------------------------- loading
 
-    def load(self, hashes: bytes, wanted: Mapping[int, Pages], *, whole: bool) -> int:
+    def load(self, hashes: bytes, wanted: Mapping[int, Pages], *, whole: bool, patience: float | None = None) -> int:
         """Fill pages of each group in `wanted` with what is stored of `hashes`; returns how many of these it can be.
 
         With `whole` a prefix will not do: all of them, or 0. What has been copied counts only as far as the number
-        that is returned; beyond it, pages hold anything.
+        that is returned; beyond it, pages hold anything. `patience` is as in `restorable`.
         """
         with self._loading:
-            return self._safely(lambda: self._load(hashes, wanted, whole=whole), "load") or 0
+            return self._safely(lambda: self._load(hashes, wanted, patience, whole=whole), "load") or 0
 
-    def _load(self, hashes: bytes, wanted: Mapping[int, Pages], *, whole: bool) -> int:
+    def _load(self, hashes: bytes, wanted: Mapping[int, Pages], patience: float | None, *, whole: bool) -> int:
         link = self._link()
         pages = len(hashes) // HASH_BYTES
-        with self._found(link, hashes, None) as found:
+        with self._found(link, hashes, patience) as found:
             covered = found.tokens // self._page if found else 0
             if found is None or not covered or (whole and covered < pages):
                 return 0

@@ -32,7 +32,7 @@ class Settings:
     start_wait: float = 2.0
     """Seconds that a start waits for the server before it goes on without one."""
     tier_wait: float = 0.1
-    """Seconds that a lookup of the linker waits for the server's tiers: the whole scheduler waits with it."""
+    """Seconds that a lookup or load of the linker waits for the server's tiers: the whole scheduler waits with it."""
     weights_id: str = ""
     """The user's word for what the weights are; empty to find out."""
     tenant: str = ""

@@ -23,6 +23,8 @@ UPDATES = (
 )
 """Every way into a model that runs, of SGLang's `WeightUpdater`."""
 
+BRACKETS = ("begin_weight_update", "end_weight_update")
+"""Around several of them, where SGLang has that: both change the weights themselves, too, to load and to serve."""
 
 FLUSH = "flush_cache_after_weight_update"
 """What SGLang's scheduler does then: until it is done, threads of HiCache may hand over pages of the old weights."""
@@ -42,6 +44,9 @@ class Updates:
         for name in UPDATES:
             # before as well: one that fails half way has changed something, too
             setattr(updater, name, self._counted(getattr(updater, name)))
+        for name in BRACKETS:
+            if hasattr(updater, name):
+                setattr(updater, name, self._counted(getattr(updater, name)))
         setattr(manager, FLUSH, self._counted(getattr(manager, FLUSH)))
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:

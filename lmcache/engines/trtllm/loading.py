@@ -67,7 +67,8 @@ class Pages:
     def _held(self, order: LoadOrder, group: int, span: LoadSpan) -> Iterator[tuple[int, list[int]]]:
         """Runs of a span's blocks that the engine holds pages for: kept position of the first, and ids."""
         ids = order.blocks[group][span.blocks.start : span.blocks.stop]
-        if not self._shape.windows[group] and (len(ids) != len(span.blocks) or BAD_PAGE in ids):
+        needed = max(0, self._first_needed(order, group) - span.blocks.start)
+        if len(ids) != len(span.blocks) or BAD_PAGE in ids[needed:]:
             raise GeometryError(
                 f"the engine holds pages {ids} for blocks {span.blocks} of KV group {group}",
                 remedy="report it: this TensorRT-LLM counts on blocks that it does not hold",
@@ -80,6 +81,12 @@ class Pages:
                 run = []
             elif block != BAD_PAGE:
                 run.append(block)
+
+    def _first_needed(self, order: LoadOrder, group: int) -> int:
+        """The first block that a token behind the load reads."""
+        window = self._shape.windows[group]
+        tokens_per_block = self._shape.geometry.groups[group].tokens_per_block
+        return max(0, order.end - window + 1) // tokens_per_block if window else 0
 
 
 class Loader:

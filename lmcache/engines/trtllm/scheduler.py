@@ -10,6 +10,7 @@ TensorRT-LLM asks once for each allocation and takes the answer for granted, so 
 is pinned. A load that fails after that cannot be computed instead: the worker raises.
 """
 
+import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -233,6 +234,17 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             self._let_go(tracked)
+            self._withdraw(request.request_id)
+
+    def _withdraw(self, request: int) -> None:
+        """Its blocks would be somebody else's by the time workers fill them. What was sent is the engine's to mind."""
+        gone = [order for order in self._orders if order.request == request and order.reservation is None]
+        self._orders = [order for order in self._orders if order not in gone]
+        with contextlib.suppress(ServerUnavailable):
+            link = self._client.link()
+            for order in gone:
+                if order.epoch == link.epoch:
+                    link.drop(order.ticket)
 
     def close(self) -> None:
         """The engine ends."""

@@ -32,7 +32,7 @@ from lmcache.engines.vllm.orders import StepOrders
 from lmcache.engines.vllm.scheduler import SchedulerSide
 from lmcache.engines.vllm.settings import Settings, read_settings
 from lmcache.engines.vllm.worker import WorkerSide
-from lmcache.errors import GeometryError, ProtocolError
+from lmcache.errors import ConfigError, GeometryError, ProtocolError
 from lmcache.geometry.groups import Geometry
 from lmcache.plugins.manager import PluginManager
 
@@ -156,8 +156,16 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------------------------------------------------- scheduler
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """All workers have registered their pages: connect as the scheduler of this engine."""
-        facts = [metadata[place] for place in sorted(metadata)]
+        """All workers have registered their pages: connect as the scheduler of this engine.
+
+        Raises ConfigError or GeometryError for what cannot be served.
+        """
+        facts = [metadata[place] for place in sorted(metadata) if isinstance(metadata[place], WorkerFacts)]
+        if len(facts) < max(1, len(metadata)):
+            raise ConfigError(
+                "vLLM's MultiConnector hands over what another connector found out in the workers, and not lmcache",
+                remedy=f"name {type(self).__name__} first in its connectors, or alone in --kv-transfer-config",
+            )
         first = facts[0]
         for other in facts[1:]:
             if (other.facts, other.geometry) != (first.facts, first.geometry):

@@ -5,8 +5,10 @@
 Prints one JSON line a case. Run in a process of its own: importing SGLang takes a quarter of a minute.
 """
 
+import concurrent.futures
 import json
 import sys
+import threading
 import time
 import traceback
 from types import SimpleNamespace
@@ -152,6 +154,52 @@ def trailing_case() -> dict[str, Any]:
         }
     finally:
         storage.close()
+
+
+def updates_case() -> dict[str, Any]:
+    """Two of HiCache's threads come while the weights have been exchanged."""
+    from lmcache.engines.sglang.hicache import LMCacheStorage
+
+    config = HiCacheStorageConfig(
+        0, 1, 0, 1, 0, 1, False, False, False, FOLDER, extra_config={"interface_v1": 1} | SETTINGS
+    )
+    storage = LMCacheStorage(config, {})
+    storage.register_mem_pool_host(host_pool())
+    keys = keys_of(91, 2)
+    storage.batch_set_v1(keys, slots(1, 2))
+    old, register = storage._store("kv"), storage._register
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> None:
+        begun.set()
+        go_on.wait(30)
+        register(*arguments)
+
+    storage._register = slowly
+    storage._updates.count += 1
+    try:
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            first = threads.submit(storage._store, "kv")
+            begun.wait(30)
+            second = threads.submit(storage._store, "kv")
+            early, _ = concurrent.futures.wait([second], 1)
+            go_on.set()
+            new = [first.result(), second.result()]
+        return {
+            "second waits": not early,
+            "both get the new one": new[0] is new[1] and new[0] is not old,
+            "found of the old": storage.batch_exists(keys),
+        }
+    finally:
+        storage.close()
+
+
+def watched_case() -> dict[str, Any]:
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    from lmcache.engines.sglang.weight_updates import BRACKETS, UPDATES
+
+    return {"calls": [hasattr(getattr(WeightUpdater, name), "__wrapped__") for name in (*UPDATES, *BRACKETS)]}
 
 
 def host_pool() -> Any:
@@ -349,6 +397,8 @@ def cases() -> Any:
     yield "hicache mha page_head", lambda: host_case("mha", "page_head")
     yield "hicache mha shm", lambda: host_case("mha", "page_first", "shm")
     yield "hicache trailing", trailing_case
+    yield "hicache updates", updates_case
+    yield "watched", watched_case
     pool = mha()
     yield "linker mha", lambda: plain_case(pool, [*pool.k_buffer, *pool.v_buffer], 21)
     latent = mla()

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import gated_tier
 import numpy as np
 import pytest
 from core_stand import wait_until
@@ -216,3 +217,29 @@ def test_on_a_device_pages_overlap_and_wait_for_forward_passes_not_for_the_devic
     assert device.seen == ["behind current and the forward stream", *["load"] * 4, "finish", "beside no more"]
     assert np.array_equal(rank.memory[:, 20:24], stored)
     rank.store.close()
+
+
+def test_a_load_whose_pages_are_in_a_tier_waits_for_it_no_longer_than_it_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "blobs"
+    folder.mkdir()
+    flags = ("--l1-cell-kb", "4", "--plugin", gated_tier.__file__, "--l2", f"gated://{folder}?timeout_s=60")
+    server = ServerProcess(free_port(), tmp_path / "server.log", *flags, "--l2-deadline-s", "60")
+    server.start()
+    rank = Rank(server.port)
+    hashes = hashes_of("a", 2)
+    wanted = rank.memory[:, [1, 2]].copy()
+    assert rank.store.store(0, hashes, [1, 2])
+    server.settle()
+    rank.store.close()
+    server.kill()
+    server.start()
+    rank = Rank(server.port)
+    try:
+        assert rank.store.load(hashes, {0: Pages(0, [5, 6])}, whole=True, patience=0.0) == 0
+        assert len(rank.store._promotions) == 1  # it goes on at the server
+        (folder / gated_tier.GATE).touch()
+        wait_until(lambda: rank.store.load(hashes, {0: Pages(0, [5, 6])}, whole=True, patience=0.0) == 2)
+        assert np.array_equal(rank.memory[:, [5, 6]], wanted)
+    finally:
+        rank.store.close()
+        server.kill()

@@ -102,3 +102,11 @@ def test_a_pool_that_nobody_knows_is_refused_by_name(outcomes: dict[str, Any]) -
     assert refused.startswith(
         "ConfigError: SGLang keeps its kv pool in MHATokenToKVPoolOfTomorrow, unknown to the linker;"
     )
+
+
+def test_after_an_update_of_the_weights_no_thread_is_given_the_old_weights_store(outcomes: dict[str, Any]) -> None:
+    assert outcomes["hicache updates"] == {"second waits": True, "both get the new one": True, "found of the old": 0}
+
+
+def test_every_call_that_changes_weights_is_watched(outcomes: dict[str, Any]) -> None:
+    assert outcomes["watched"] == {"calls": [True] * 6}

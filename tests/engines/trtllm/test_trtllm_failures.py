@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="the simulated KV caches are torch tensors")
 from trtllm_executor import Executor
 from trtllm_model import LayerGroup, Toy
 from trtllm_names import FLAT, LAYOUTS, RESERVATIONS, SALTED
-from trtllm_requests import Run
+from trtllm_requests import BAD_PAGE, Run
 from trtllm_stand import BLOCK, CHUNK, TrtllmServer, fresh
 
 from lmcache.errors import LoadFailed
@@ -259,3 +259,31 @@ def test_engines_of_other_weights_dtypes_or_blocks_share_nothing(
         with server.engine(names) as other:
             assert other.generate(text).taken == 0
         assert engine.generate(text).taken == 3 * CHUNK
+
+
+@pytest.mark.parametrize("names", [LAYOUTS], indirect=True, ids=["G3"])
+@pytest.mark.parametrize(("missing", "read"), [(9, False), (10, True), (15, True)])
+def test_a_page_that_is_missing_where_the_next_token_reads_is_raised(
+    names: Any, faulty: ServerUnderControl, waiting: bool, missing: int, read: bool
+) -> None:
+    text = fresh(4 * CHUNK + 1)  # 16 blocks; token 64 reads from token 41 on, which is in block 10
+    engine = Executor(names, str(faulty.address), WINDOWS, layouts=True)
+    try:
+        cold = engine.generate(text)
+        faulty.await_stores()
+        allocate = engine.blocks.allocate
+
+        def forget_one(run: Run, end: int, start: int) -> None:
+            allocate(run, end, start)
+            run.tables[1][missing] = BAD_PAGE
+
+        engine.blocks.allocate = forget_one
+        run = engine.submit(text)
+        if read:
+            with pytest.raises(LoadFailed, match="counts on blocks that it does not hold"):
+                engine.finish(run)
+        else:
+            engine.finish(run)
+            assert (run.taken, run.answer) == (4 * CHUNK, cold.answer)
+    finally:
+        engine.close()

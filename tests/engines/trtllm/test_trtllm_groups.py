@@ -188,3 +188,22 @@ def test_ranks_that_serve_requests_of_their_own_share_what_they_store(names: Any
         cold = first.generate(text)
         warm = second.generate(text)
         assert (warm.taken, warm.answer) == (4 * CHUNK, cold.answer)
+
+
+@layouts
+def test_a_load_that_was_not_begun_when_a_request_loses_its_pages_is_withdrawn(
+    names: Any, server: TrtllmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_ASYNC_LOADS", "1")
+    text = fresh(4 * CHUNK + 1)
+    with server.engine(names, WINDOWS, layouts=True) as engine:
+        engine.generate(text)
+        run = engine.submit(text)
+        assert engine._admit(run)
+        # its blocks go to another request before the step begins in which they would have been filled
+        engine.replay(run)
+        run.loading = run.waits = False
+        other = engine.submit(fresh(4 * CHUNK + 1))
+        assert engine._admit(other)
+        engine.finish(other)
+        assert engine.generate(text).taken == 4 * CHUNK

@@ -17,6 +17,7 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -222,6 +223,15 @@ def a_connector_is_a_cache_that_survives_failed_loads() -> None:
     made.shutdown()
 
 
+def what_another_connector_found_out_in_the_workers_is_not_taken_for_ours() -> None:
+    # vLLM's MultiConnector hands over the first metadata that any of its connectors has, to all of them
+    foreign = {(0, 0): KVConnectorHandshakeMetadata()}
+    refused(
+        ConfigError, "name LMCacheMPConnector first", lambda: connector().set_xfer_handshake_metadata_pp_aware(foreign)
+    )
+    refused(ConfigError, "name LMCacheMPConnector first", lambda: connector().set_xfer_handshake_metadata_pp_aware({}))
+
+
 def a_misspelt_key_is_refused() -> None:
     refused(ConfigError, "did you mean lmcache.mp.port?", lambda: connector({"lmcache.mp.prot": 1}))
 
@@ -277,6 +287,7 @@ CHECKS = (
     pages_with_heads_outside_blocks_are_refused,
     our_class_is_registered_however_often,
     a_connector_is_a_cache_that_survives_failed_loads,
+    what_another_connector_found_out_in_the_workers_is_not_taken_for_ours,
     a_misspelt_key_is_refused,
     other_ways_to_split_a_model_are_refused,
     a_recurrent_group_without_snapshots_is_refused_with_layer_and_class,

@@ -203,3 +203,26 @@ def test_a_store_that_finds_the_link_broken_says_nothing_and_loses_nothing(
     while server.settle()["gauges"]["reservations"]:
         time.sleep(0.01)
     assert server.quiet()["gauges"]["nodes"] == 0
+
+
+def test_a_request_whose_store_fails_keeps_no_other_out_and_the_log_short(
+    host: Host, server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = host.ranks[0].fill([1, 2, 3, 4, 5, 6], seed=9)
+    for step in range(2):
+        bad, good = host.request(f"bad {step}", [step, *TOKENS]), host.request(f"good {step}", [step + 7, *TOKENS])
+        for request in (bad, good):
+            host.scheduler.arrived(request)
+        tables = {bad.request_id: ([1, 2, 3, 4, 5, BLOCKS],), good.request_id: ([1, 2, 3, 4, 5, 6],)}
+        orders = host.scheduler.step(dict.fromkeys(tables, len(TOKENS)), tables.__getitem__)
+        host.ranks[0].side.store(orders.stores, orders.namespace)
+        for request in (bad, good):
+            host.end(request)
+        again = host.request(f"again {step}", good.all_token_ids)
+        host.scheduler.arrived(again)
+        assert host.matched(again) == 3 * CHUNK
+        assert host.load(again, ([10, 11, 12, 13, 14, 15],), 0, 3 * CHUNK) == set()
+        assert np.array_equal(host.ranks[0].memory[:, 10:16], wanted)
+    report = server.quiet()
+    assert (report["gauges"]["nodes"], report["counters"]["chunks_aborted"]) == (6, 6)
+    assert caplog.text.count("the engine goes on") == 1
