@@ -100,7 +100,7 @@ class Host:
         )
         request.num_computed_tokens += tokens
         for rank in self.ranks:
-            rank.side.store(orders.stores, orders.namespace)
+            rank.side.store(orders.stores, orders.namespace, orders.updates)
 
     def store(self, name: str, tokens: list[int], blocks: list[int]) -> None:
         """A request of one step, whose table has one group."""
@@ -118,7 +118,7 @@ class Host:
     def carry_out(self, orders: StepOrders) -> set[str]:
         failed: set[str] = set()
         for rank in self.ranks:
-            rank.side.load(orders.loads)
+            rank.side.load(orders.loads, orders.updates)
         for rank in self.ranks:
             ended: set[str] = set()
             while not ended:

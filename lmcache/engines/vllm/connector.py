@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
@@ -52,6 +53,18 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     def __init__(self, facts: dict[str, str], geometry: Geometry) -> None:
         self.facts = facts
         self.geometry = geometry
+
+
+class WorkerNews(KVConnectorWorkerMetadata):
+    """What workers tell the scheduler after a step, as vLLM carries it."""
+
+    def __init__(self, updates: int) -> None:
+        """`updates` of the weights that there have been."""
+        self.updates = updates
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Of two ranks the one that has seen more: the other will have seen as many in a moment, or refuses orders."""
+        return other if isinstance(other, WorkerNews) and other.updates > self.updates else self
 
 
 class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
@@ -100,6 +113,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Describe the pages, and connect. Called when vLLM has allocated its KV cache; again if it allocates anew."""
         from lmcache.engines.vllm.registration import register_pages
+        from lmcache.engines.vllm.weight_updates import watched_updates
 
         if self._worker is not None:
             self._worker.close()
@@ -108,7 +122,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         )
         rank = self._vllm_config.parallel_config.rank % self._ranks
         client = self._connect(Engine(found.facts, found.geometry, Role.WORKER, rank, found.kernels.memory_node))
-        self._worker = WorkerSide(client, found.geometry, rank, found.makers, found.kernels)
+        self._worker = WorkerSide(client, found.geometry, rank, found.makers, found.kernels, watched_updates())
         self._facts = WorkerFacts(found.facts, found.geometry)
 
     def get_handshake_metadata(self) -> WorkerFacts | None:
@@ -128,7 +142,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
         if self._worker is not None:
-            self._worker.load(self._orders().loads)
+            orders = self._orders()
+            self._worker.load(orders.loads, orders.updates)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous, no running request waits for one."""
@@ -140,7 +155,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         """Store this step's chunks. When it returns, the engine may do with the blocks what it likes."""
         if self._worker is not None:
             orders = self._orders()
-            self._worker.store(orders.stores, orders.namespace)
+            self._worker.store(orders.stores, orders.namespace, orders.updates)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that have ended since the last step; vLLM wants the failed ones under both names."""
@@ -148,6 +163,11 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
             return KVConnectorTransferResults()
         ended, failed = self._worker.outcomes(finished_req_ids)
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> WorkerNews | None:
+        """What the scheduler does not know yet."""
+        updates = self._worker.news() if self._worker is not None else None
+        return WorkerNews(updates) if updates is not None else None
 
     def _orders(self) -> StepOrders:
         metadata = self._get_connector_metadata()
@@ -214,9 +234,12 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Learn which loads have ended, on all ranks."""
-        if self._scheduler is not None:
-            self._scheduler.loaded(connector_output.finished_recving or (), connector_output.failed_recving or ())
+        """Learn which loads have ended, on all ranks, and what else the workers have to tell."""
+        if self._scheduler is None:
+            return
+        self._scheduler.loaded(connector_output.finished_recving or (), connector_output.failed_recving or ())
+        if isinstance(news := connector_output.kv_connector_worker_meta, WorkerNews):
+            self._scheduler.updated(news.updates)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         """The request has ended. Its blocks may go at once: stores are done within the step, loads vLLM waits for."""

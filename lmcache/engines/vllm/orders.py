@@ -32,3 +32,5 @@ class StepOrders:
     """What the hashes and chunk numbers belong to; a worker registered for another leaves the stores alone."""
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
+    updates: int = 0
+    """Updates of the weights that the scheduler knows of. Workers that have seen more carry none of this out."""

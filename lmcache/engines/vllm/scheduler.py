@@ -74,6 +74,7 @@ class SchedulerSide:
         self._store_orders = 0
         self._failed: set[str] = set()
         self._generation = ""
+        self._updates = 0
         self._loras = LoraBook()
         self._told: set[str] = set()
         self._speed = PrefillSpeed()
@@ -213,11 +214,11 @@ class SchedulerSide:
         self._abandoned.sweep()
         loads, self._orders = tuple(self._orders), []
         if not self._stores:
-            return StepOrders(loads=loads)
+            return StepOrders(loads=loads, updates=self._updates)
         try:
             link = self._client.link()
         except ServerUnavailable:
-            return StepOrders(loads=loads)
+            return StepOrders(loads=loads, updates=self._updates)
         stores: list[StoreOrder] = []
         for request_id, tokens in scheduled.items():
             tracked = self._tracked.get(request_id)
@@ -227,7 +228,7 @@ class SchedulerSide:
                     held = block_table(request_id), snapshots.get(request_id, ())
                     stores.append(self._offering.order(tracked, chunks, link, *held))
         self._store_orders += len(stores)
-        return StepOrders(link.namespace, loads, tuple(stores))
+        return StepOrders(link.namespace, loads, tuple(stores), self._updates)
 
     # -------------------------------------------------------------------------------------------------------- ending
 
@@ -248,6 +249,12 @@ class SchedulerSide:
         self._tracked.clear()
         self._failed.clear()
         self._generation = secrets.token_hex(16)
+
+    def updated(self, updates: int) -> None:
+        """The workers say that there have been so many updates of the weights: as `reset`, if that is news."""
+        if updates != self._updates:
+            self._updates = updates
+            self.reset()
 
     def busy(self) -> bool:
         """Whether requests have gone whose tickets cannot be dropped before an answer comes: vLLM must step on."""

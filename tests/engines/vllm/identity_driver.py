@@ -95,10 +95,11 @@ class Engines(Driver):
             answers[name] = self.ask(prompt)
         return answers
 
-    def update(self, path: str) -> None:
-        """Exchange the model's weights in the running engine, and call every reset that there is."""
+    def update(self, path: str, reset: bool = False) -> None:
+        """Exchange the model's weights in the running engine; with `reset`, say so to everybody who may be told."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-        assert self.reset(reset_connector=True)
+        if reset:
+            assert self.reset(reset_connector=True)
 
     def exchanged(self, ids: list[int], salt: str, lora: list[Any], path: str) -> dict[str, Any]:
         """Answer a prompt while its LoRA is exchanged for the one in `path`, after its first piece was computed."""

@@ -485,6 +485,21 @@ def test_a_reset_gives_new_keys_and_leaves_running_requests_alone(stage: Stage) 
     assert stage.link.lookups[-1].hashes != stage.link.lookups[0].hashes
 
 
+def test_an_update_of_the_weights_that_workers_tell_of_is_a_reset_once(stage: Stage) -> None:
+    first, second, third = FakeRequest("first"), FakeRequest("second"), FakeRequest("third")
+    stage.hit(first, 16)
+    assert stage.step(first, 20).updates == 0
+    for updates in (2, 2):
+        stage.side.updated(updates)
+    stage.side.arrived(second)
+    assert stage.step(second, 20).updates == 2
+    stage.side.updated(2)
+    stage.side.arrived(third)
+    stale, *fresh = [lookup.hashes for lookup in stage.link.lookups]
+    assert stale not in fresh
+    assert fresh[0] == fresh[1]
+
+
 def test_closing_closes_the_client(stage: Stage) -> None:
     stage.side.close()
     assert stage.client.closed

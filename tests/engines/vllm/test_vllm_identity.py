@@ -201,11 +201,23 @@ def test_other_weights_under_one_path_find_their_own_only(first: Engines, folder
     misses_then_hits(first, lora)
 
 
-def test_weights_that_were_updated_in_place_find_nothing_that_was_stored_before_the_reset(
-    first: Engines, folder: Path
-) -> None:
+def test_weights_that_were_updated_in_place_find_nothing_that_was_stored_before(first: Engines, folder: Path) -> None:
     before = first.serve()
-    first.process.call("update", path=str(folder / "second" / "llama"))
-    after = misses_then_hits(first)
     assert before["cached"] == HIT
-    assert before["tokens"] != after["tokens"]
+    kept, original = first.nodes(), str(folder / "model")
+    # told by a reset as well, and not: the next request is computed, and what its worker would store of it is left out
+    for step, (path, reset) in enumerate([(str(folder / "second" / "llama"), True), (original, False)]):
+        first.process.call("update", path=path, reset=reset)
+        nodes = first.nodes()
+        unknown = first.serve()
+        assert (unknown["cached"], first.nodes()) == (0, nodes), step
+        after = misses_then_hits(first)
+        assert same_answer(unknown, after)
+        assert first.nodes() == nodes + HIT // CHUNK
+        assert (before["tokens"] == after["tokens"]) == (path == original)
+    # nobody else was given anything of these weights: what the engine stored at first is there, and of its weights
+    assert first.nodes() == kept + 2 * HIT // CHUNK
+    first.start(enable_lora=True, max_loras=2, max_lora_rank=8, enable_prompt_embeds=True)
+    again = first.serve()
+    assert again["cached"] == HIT
+    assert same_answer(again, before)

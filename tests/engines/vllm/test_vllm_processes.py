@@ -1,5 +1,7 @@
 """Engines of several processes on a real vLLM: tensor parallel ranks, a restarted engine, an engine that is killed."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +79,7 @@ def test_two_ranks_hit_with_the_same_answer_and_a_killed_engine_leaves_nothing(
         report = stand.server.quiet()
         # every chunk has an object of each rank
         assert report["counters"]["shards_committed"] == 2 * (6 + 10)
+        other_weights_are_never_answered_with_pages_of_the_old_ones(stand, tmp_path / "second")
         stand.engine.ask("generate", prompts=[prompt(101, 5000)], max_tokens=100, salt=None)
         time.sleep(0.5)
         stand.engine.kill()
@@ -85,3 +88,24 @@ def test_two_ranks_hit_with_the_same_answer_and_a_killed_engine_leaves_nothing(
         stand.server.quiet()
     finally:
         stand.close()
+
+
+def other_weights_are_never_answered_with_pages_of_the_old_ones(stand: Stand, folder: Path) -> None:
+    """Both workers exchange them, and nobody tells the connector."""
+    make = (
+        "import pathlib, sys; from lmcache.engines.vllm.tiny_models import make_model;"
+        "make_model(pathlib.Path(sys.argv[1]), 'llama', seed=1)"
+    )
+    subprocess.run([sys.executable, "-c", make, str(folder)], check=True, stdout=subprocess.DEVNULL)
+    ids = prompt(2600, 2600)
+    path = str(folder / "llama")
+    [before] = stand.engine.generate(ids)
+    stand.engine.run("llm.collective_rpc('reload_weights', kwargs={'weights_path': path})", path=path)
+    answers = []
+    for salt in (None, "another", None, None):
+        stand.engine.forget()
+        answers += stand.engine.generate(ids, salt=salt)
+        stand.server.settle()
+    assert [answer["cached"] for answer in answers] == [0, 0, 0, 2560], stand.engine.log.read_text()[-3000:]
+    assert all(same_answer(answers[1], answer) for answer in answers)
+    assert answers[1]["tokens"] != before["tokens"]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,3 +227,45 @@ def test_a_request_whose_store_fails_keeps_no_other_out_and_the_log_short(
     report = server.quiet()
     assert (report["gauges"]["nodes"], report["counters"]["chunks_aborted"]) == (6, 6)
     assert caplog.text.count("the engine goes on") == 1
+
+
+def test_what_was_ordered_before_the_weights_changed_is_neither_stored_nor_counts_as_loaded(
+    host: Host, server: ServerProcess
+) -> None:
+    [rank] = host.ranks
+    host.store("a", TOKENS, [1, 2, 3, 4, 5, 6])
+    updates = rank.side._updates
+    found = host.request("found", TOKENS)
+    host.scheduler.arrived(found)
+    assert host.matched(found) == 3 * CHUNK
+    assert rank.side.news() is None
+    updates.count += 1
+    assert host.load(found, ([10, 11, 12, 13, 14, 15],), 0, 3 * CHUNK) == {"found"}
+    host.store("b", [7, *TOKENS], [1, 2, 3, 4, 5, 6])
+    assert server.settle()["gauges"]["nodes"] == 3
+    # from when the scheduler has heard of it, there is a cache again, with nothing of before
+    host.scheduler.updated(rank.side.news())
+    for cached in (0, 3 * CHUNK):
+        request = host.request(f"after {cached}", TOKENS)
+        host.scheduler.arrived(request)
+        assert host.matched(request) == cached
+        if cached:
+            assert host.load(request, ([20, 21, 22, 23, 24, 25],), 0, cached) == set()
+        else:
+            host.prefill(request, ([1, 2, 3, 4, 5, 6],), len(TOKENS))
+        host.end(request)
+    assert rank.side.news() is None
+    assert np.array_equal(rank.memory[:, 20:26], rank.memory[:, 1:7])
+    # a load that has begun when they change has read what was computed with the old ones
+    last = host.request("last", TOKENS)
+    host.scheduler.arrived(last)
+    assert host.matched(last) == 3 * CHUNK
+    copy = rank.side._loader._copy_in
+
+    def change(link: Link, copies: Any) -> None:
+        copy(link, copies)
+        updates.count += 1
+
+    rank.side._loader._copy_in = change
+    assert host.load(last, ([30, 31, 32, 33, 34, 35],), 0, 3 * CHUNK) == {"last"}
+    server.quiet()
