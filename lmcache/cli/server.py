@@ -25,6 +25,7 @@ from lmcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from lmcache.core.config import ServerConfig
+    from lmcache.core.observing import Observer
     from lmcache.core.recording import Recorder
     from lmcache.core.server import Server
     from lmcache.plugins.manager import PluginManager
@@ -289,12 +290,12 @@ def _serve(config: "ServerConfig", chosen: Chosen, record: str | None, record_by
     policy = plugins.make_policy(chosen.eviction)
     speakers = plugins.make_speakers(chosen.admission, chosen.retention)
     about = {"policy": policy.name, "cells": config.cells, "cell_bytes": config.cell_bytes}
-    with _recording(record, record_bytes, about) as recorder:
+    with _recording(record, record_bytes, about) as recorder, _observing(plugins) as observer:
         tiers = [(tier.blobs, tier.settings) for tier in map(plugins.open_tier, chosen.tiers)]
-        running = Server(config, policy, recorder, speakers, tiers)
+        running = Server(config, policy, recorder, speakers, tiers, observer)
         _stop_on_signals(running)
         _say(_ready_line(running, policy.name))
-        _run(running, plugins)
+        _run(running, plugins, observer)
 
 
 def _recording(
@@ -307,11 +308,16 @@ def _recording(
     return recording(path, limit_bytes, about)
 
 
+def _observing(plugins: "PluginManager") -> "contextlib.AbstractContextManager[Observer | None]":
+    observer = plugins.observer()
+    return contextlib.closing(observer) if observer else contextlib.nullcontext()
+
+
 HOOK_SECONDS = 2.0
 """Plugins that still do what they do at the start when the server has ended have so long to come to an end."""
 
 
-def _run(running: "Server", plugins: "PluginManager") -> None:
+def _run(running: "Server", plugins: "PluginManager", observer: "Observer | None") -> None:
     import threading
 
     address = address_text(running.config.host, running.port)
@@ -323,6 +329,8 @@ def _run(running: "Server", plugins: "PluginManager") -> None:
     finally:
         signal.set_wakeup_fd(-1)  # the number may soon be another file's
         started.join(HOOK_SECONDS)
+        if observer:
+            observer.close()  # what has happened comes before the end
         plugins.server_stopping()
 
 

@@ -117,6 +117,8 @@ class Cache:
         """Hears of every slot of a chunk that becomes readable, in the call that makes it so."""
         self.on_short: Callable[[], None] | None = None
         """Hears of every `reserve` that there was too little room for."""
+        self.on_sealed: Callable[[Node, int], None] | None = None
+        """Hears of every group of a chunk that becomes readable."""
 
     # ------------------------------------------------------------------------------------------------------------- time
 
@@ -268,6 +270,8 @@ class Cache:
             if not node.sealed >> group & 1 and namespace.group_committed(node, group):
                 # the one place where bytes become readable: every shard of the object is written
                 node.sealed |= 1 << group
+                if self.on_sealed:
+                    self.on_sealed(node, group)
 
     def abort(self, owner: int, reservation_id: int) -> None:
         """Give a reservation back unpublished. Refuses what is not the owner's."""

@@ -5,6 +5,7 @@ takes the arguments that it wants, by name. A function named `lmcache_…` that 
 stops the start: a misspelt hook is never silent. `docs/reference/hooks.md` is this file for users.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # click is imported by `cli` only: a plugin module must stay 
     from lmcache.core.adapter import EngineAdapter
     from lmcache.core.admission import AdmissionPolicy, RetentionPolicy
     from lmcache.core.codec import Codec
+    from lmcache.core.observing import Evicted, LookedUp, Stored
     from lmcache.core.tier import StorageTier
     from lmcache.geometry.groups import GroupKind
 
@@ -109,6 +111,25 @@ def lmcache_register_commands(cli: "click.Group") -> None:
 @hookspec
 def lmcache_server_started(address: str) -> None:
     """The server answers at `address` (`host:port`). Called once, in a thread beside it; whoever raises is logged."""
+
+
+@hookspec
+def lmcache_after_store(events: "Sequence[Stored]") -> None:
+    """KV groups of chunks can be read from L1 from now on. Called once for each batch, in a thread beside the server.
+
+    Batches come a tenth of a second apart, this and the next two hooks in the order of what happened. Whoever raises is
+    logged, once for each plugin and hook.
+    """
+
+
+@hookspec
+def lmcache_after_lookup(events: "Sequence[LookedUp]") -> None:
+    """Lookups were answered. Called once for each batch, as `lmcache_after_store`."""
+
+
+@hookspec
+def lmcache_after_evict(events: "Sequence[Evicted]") -> None:
+    """Chunks have left L1, whatever the reason. Called once for each batch, as `lmcache_after_store`."""
 
 
 @hookspec

@@ -41,6 +41,9 @@ class Counters:
         "errors", "calls in which a policy failed (eviction, admission, retention); the first of a kind is logged"
     )
     records_lost: int = _counter("events", "lookups and stores that `--record` could not write down; logged once")
+    events_lost: int = _counter(
+        "events", "stores, lookups and evictions that observing plugins were too slow to hear of"
+    )
     internal_errors: int = _counter("errors", "faults of the server's own; each is in its log")
 
 

@@ -43,6 +43,8 @@ class Residents:
         """Holes: nodes without bytes that others hang below; what hangs there is evicted first."""
         self.unsaved: Callable[[Node], bool] | None = None
         """Whether a chunk must not go before a tier has it."""
+        self.on_evicted: Callable[[Node], None] | None = None
+        """Hears of every chunk that held something and goes."""
         self._deadlines = Deadlines()
         self._high_limit = int(allocator.cells * HIGH_SHARE)
         self._demoted = False
@@ -177,6 +179,8 @@ class Residents:
         self.counters.chunks_evicted += 1
         self.counters.cells_evicted += node.cells
         self.accounts.take(node, -node.cells)
+        if self.on_evicted:
+            self.on_evicted(node)
         node.sealed = 0
         node.tiers = None
         node.shards = [None] * node.namespace.slots

@@ -61,6 +61,7 @@ if TYPE_CHECKING:  # most servers neither record nor have tiers or keys, and sta
     from lmcache.core.blob import BlobStore
     from lmcache.core.curve import ServerKeys
     from lmcache.core.gateway import Gateway
+    from lmcache.core.observing import Observer
     from lmcache.core.recording import Recorder
     from lmcache.core.tier_url import TierSettings
     from lmcache.core.tiering import Tiering
@@ -83,8 +84,9 @@ ACCEPT_PAUSE_SECONDS = 1.0
 class Server:
     """Opens port, socket and arena; raises ConfigError or MemoryLimitError before anything is served.
 
-    `recorder`, if there is one, hears of every lookup and store; whoever made it closes it, after `run`. `speakers` are
-    the admission and retention policies that were chosen; `tiers` stand behind L1, and are closed with the server.
+    `recorder`, if there is one, hears of every lookup and store, `observer` of what plugins want to hear of; whoever
+    made them closes them, after `run`. `speakers` are the admission and retention policies that were chosen; `tiers`
+    stand behind L1, and are closed with the server.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Server:
         recorder: "Recorder | None" = None,
         speakers: Speakers | None = None,
         tiers: "Sequence[tuple[BlobStore, TierSettings]]" = (),
+        observer: "Observer | None" = None,
     ) -> None:
         config.check_memory()
         self.config = config
@@ -111,7 +114,7 @@ class Server:
         """Clients of the gateway that the loop has not taken in yet."""
         with contextlib.ExitStack() as opened:
             try:
-                self._open(opened, policy, recorder, speakers, tiers)
+                self._open(opened, policy, recorder, speakers, tiers, observer)
             except (OSError, OverflowError, ValueError) as error:
                 if isinstance(error, LMCacheError):
                     raise
@@ -128,6 +131,7 @@ class Server:
         recorder: "Recorder | None",
         speakers: Speakers | None,
         tiers: "Sequence[tuple[BlobStore, TierSettings]]",
+        observer: "Observer | None",
     ) -> None:
         config = self.config
         keys = _server_keys(config)
@@ -149,6 +153,7 @@ class Server:
             *(config, policy, backer, self.epoch),
             first_id=int.from_bytes(os.urandom(5), "little") << 20,
             recorder=recorder,
+            observer=observer,
             speakers=speakers,
             make_tiering=functools.partial(self._tiering, tiers, mapping) if tiers else L1Only,
         )

@@ -53,6 +53,7 @@ from lmcache.geometry.chunking import chosen_chunk_size
 from lmcache.geometry.fingerprint import geometry_facts
 
 if TYPE_CHECKING:  # most servers neither record nor have tiers, and start without what that takes
+    from lmcache.core.observing import Observer
     from lmcache.core.recording import Recorder
     from lmcache.core.tiering import Tiering
 
@@ -85,6 +86,7 @@ class Service:
         epoch: str,
         first_id: int,
         recorder: "Recorder | None" = None,
+        observer: "Observer | None" = None,
         speakers: Speakers | None = None,
         make_tiering: "Callable[[Cache], Tiering | L1Only]" = L1Only,
     ) -> None:
@@ -100,6 +102,13 @@ class Service:
         self.tiering.memory_comes = self._memory_comes
         self._backer = backer
         self._recorder = recorder
+        self._observer = observer
+        self._watched = recorder is not None or (observer is not None and observer.lookups)
+        """Whether anybody wants to hear what became of a lookup that tiers were looked at for."""
+        if observer and observer.stores:
+            self.cache.on_sealed = observer.stored
+        if observer and observer.evictions:
+            self.cache.residents.on_evicted = observer.evicted
         self._unrecorded = 0
         self._started = time.monotonic()
 
@@ -207,8 +216,8 @@ class Service:
         )
         reply = _found(request.id, self.tiering.lookup(asked))
         if not reply.again:
-            self._record(namespace, request, reply)
-        elif self._recorder:
+            self._answered(namespace, request, reply)
+        elif self._watched:
             connection.unanswered[reply.ticket] = request
         return reply
 
@@ -218,7 +227,7 @@ class Service:
         reply = _found(request.id, self.tiering.poll(connection.owner, request.ticket))
         asked = None if reply.again else connection.unanswered.pop(request.ticket, None)
         if asked:
-            self._record(namespace, asked, reply)
+            self._answered(namespace, asked, reply)
         return reply
 
     def open(self, connection: Connection, request: Open) -> Opened:
@@ -382,6 +391,12 @@ class Service:
             )
         return split_hashes(joined)
 
+    def _answered(self, namespace: Namespace, request: Lookup, reply: Found) -> None:
+        """A lookup has its final answer."""
+        if self._observer and self._observer.lookups:
+            self._observer.looked_up(namespace, request, reply.tokens)
+        self._record(namespace, request, reply)
+
     def _record(self, namespace: Namespace, request: Lookup | Reserve, reply: Found | Reserved) -> None:
         """Have an answered request recorded. Never raises: the request is not to suffer."""
         if self._recorder is None:
@@ -397,6 +412,7 @@ class Service:
         """Everything `lmcache status` shows."""
         cache, allocator = self.cache, self.cache.allocator
         cache.counters.records_lost = self._unrecorded + (self._recorder.lost if self._recorder else 0)
+        cache.counters.events_lost = self._observer.lost if self._observer else 0
         counters = {name: getattr(cache.counters, name) for name in cache.counters.__slots__ if name != "__weakref__"}
         return {
             "version": __version__,

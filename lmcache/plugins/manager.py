@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # only `cli` imports click, and no process needs a base of ev
     from lmcache.core.adapter import EngineAdapter
     from lmcache.core.admission import AdmissionPolicy, RetentionPolicy
     from lmcache.core.codec import Codec
+    from lmcache.core.observing import Observer
     from lmcache.core.tier import StorageTier
     from lmcache.core.voices import Speakers
     from lmcache.geometry.groups import GroupKind
@@ -87,6 +88,8 @@ class PluginManager:
         self._sources: dict[str, Source] = {}
         self._waiting: list[Source] = []
         """Those that are imported when one of their hooks is asked; they come before all others."""
+        self._failed: set[tuple[Source, str]] = set()
+        """Observers that have raised: the log has it once."""
         for source in _select(names):
             if source.hooks is None:
                 self._load(source)
@@ -183,6 +186,15 @@ class PluginManager:
     def server_started(self, address: str) -> None:
         """Tell every plugin that the server answers at `address`. A plugin that raises is logged, and hurts nobody."""
         self._observe("lmcache_server_started", address=address)
+
+    def observer(self) -> "Observer | None":
+        """What tells plugins of stores, lookups and evictions; None where none of them wants to hear. Close it."""
+        hooks = [hook for hook in HOOKS if hook.startswith("lmcache_after_") and self._implementations(hook)]
+        if not hooks:
+            return None
+        from lmcache.core.observing import Observer
+
+        return Observer(lambda hook, events: self._observe(hook, events=events), hooks)
 
     def server_stopping(self) -> None:
         """Tell every plugin that the server ends. A plugin that raises is logged, and hurts nobody."""
@@ -299,7 +311,10 @@ class PluginManager:
             try:
                 self._call(impl, **arguments)
             except PluginError:
-                log.exception("%s raised in %s; the server goes on", self._owner(impl), hook)
+                source = self._owner(impl)
+                level = logging.DEBUG if (source, hook) in self._failed else logging.ERROR
+                self._failed.add((source, hook))
+                log.log(level, "%s raised in %s; the server goes on", source, hook, exc_info=True)
 
 
 def _select(names: Sequence[str]) -> list[Source]:

@@ -20,6 +20,7 @@ from lmcache.core.client import ClientSettings, ServerAddress
 from lmcache.core.config import ServerConfig
 from lmcache.core.control import Control
 from lmcache.core.keys import ChainHash
+from lmcache.core.observing import Observer
 from lmcache.core.protocol import (
     PROTOCOL,
     Message,
@@ -61,10 +62,17 @@ def prompt(number: int, chunks: int) -> list[ChainHash]:
 class RunningServer:
     """A server in a thread of this process."""
 
-    def __init__(self, *, backed: bool = True, recorder: Recorder | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        backed: bool = True,
+        recorder: Recorder | None = None,
+        observer: Observer | None = None,
+        **settings: Any,
+    ) -> None:
         """With `backed`, all of its arena has memory before the test begins."""
         settings = {"port": 0, "l1_bytes": 64 * CELL, "cell_bytes": CELL, "chunk_size": CHUNK, **settings}
-        self.server = Server(ServerConfig(**settings), LRU(), recorder)
+        self.server = Server(ServerConfig(**settings), LRU(), recorder, observer=observer)
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="server")
         self._thread.start()

@@ -26,7 +26,7 @@ from model_prompts import CELL, CHUNK, DEPTH, GEOMETRIES, PATHS, hash_of, hashes
 
 from lmcache.core.cache import Cache
 from lmcache.core.cells import CellAllocator, unpack_cells
-from lmcache.core.index import Namespace
+from lmcache.core.index import Namespace, Node
 from lmcache.core.invariants import check_invariants
 from lmcache.core.keys import ChainHash, NamespaceDigest
 from lmcache.core.policy import ChunkNode, EvictionPolicy
@@ -156,6 +156,10 @@ class CacheModel(RuleBasedStateMachine):
             for number, geometry in enumerate(GEOMETRIES)
             if number in spaces
         ]
+        self.told: set[tuple[bytes, ChainHash, int]] = set()
+        """(namespace, hash, group): what an observer thinks that can be read."""
+        self.cache.on_sealed = self.seal
+        self.cache.residents.on_evicted = self.evict
         self.cache.namespaces = {namespace.digest: namespace for namespace in self.namespaces}
         self.owners = [1, 2, 3]
         self.fresh_owner = itertools.count(4)
@@ -181,6 +185,14 @@ class CacheModel(RuleBasedStateMachine):
         assert (cache.allocator.used, cache.allocator.free) == (0, cache.allocator.backed)
         assert not cache.residents.orphaned
         check_invariants(cache)
+
+    def seal(self, node: Node, group: int) -> None:
+        key = (node.namespace.digest, node.hash, group)
+        assert key not in self.told
+        self.told.add(key)
+
+    def evict(self, node: Node) -> None:
+        self.told = {key for key in self.told if key[:2] != (node.namespace.digest, node.hash)}
 
     def space(self, number: int) -> Namespace:
         return self.namespaces[number % len(self.namespaces)]
@@ -535,6 +547,17 @@ class CacheModel(RuleBasedStateMachine):
     def cache_is_consistent(self) -> None:
         if hasattr(self, "cache"):
             check_invariants(self.cache)
+
+    @invariant()
+    def observers_know_what_can_be_read(self) -> None:
+        if hasattr(self, "cache"):
+            assert self.told == {
+                (namespace.digest, node.hash, group)
+                for namespace in self.namespaces
+                for node in namespace.nodes.values()
+                for group in range(len(namespace.geometry.groups))
+                if node.sealed >> group & 1
+            }
 
     @invariant()
     def cells_are_where_the_model_says(self) -> None:

@@ -123,5 +123,20 @@ def lmcache_server_started(address):
 
 
 @hookimpl
+def lmcache_after_store(events):
+    note("lmcache_after_store", *(event.chunk.hex() for event in events))
+
+
+@hookimpl
+def lmcache_after_lookup(events):
+    note("lmcache_after_lookup", *(event.hit for event in events))
+
+
+@hookimpl
+def lmcache_after_evict(events):
+    note("lmcache_after_evict", *(event.chunk.hex() for event in events))
+
+
+@hookimpl
 def lmcache_server_stopping():
     note("lmcache_server_stopping")

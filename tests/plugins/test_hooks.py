@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from lmcache.core import hookspecs
+from lmcache.core.client import Client, ClientSettings, Engine, ServerAddress
+from lmcache.core.protocol import Role
+from lmcache.geometry.groups import Geometry, GroupKind, KVGroup
 from lmcache.plugins.checks import HOOKS
 
 HERE = Path(__file__).parent
@@ -67,6 +70,7 @@ def test_every_hook_is_called(installed):
     command = [*lmcache, "server", "--port", "0", "--l1-size-gb", "0.01", "--eviction-policy", "EVERY-HOOK"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as server:
         ready = re.match(r"lmcache server ready on (\S+): .* policy every-hook,", server.stdout.readline())
+        hashes = store_until_one_goes(ready[1])
         server.send_signal(signal.SIGTERM)
     assert server.returncode == 0
 
@@ -74,4 +78,35 @@ def test_every_hook_is_called(installed):
     assert {call.split()[0] for call in calls} == set(HOOKS)
     assert "lmcache_register_commands cli" in calls
     assert "lmcache_classify_kv_spec every-hook Spec" in calls
-    assert calls[-2:] == [f"lmcache_server_started {ready[1]}", "lmcache_server_stopping"]
+    assert f"lmcache_server_started {ready[1]}" in calls
+    assert [call for call in calls if "after" in call] == [
+        f"lmcache_after_store {hashes[0]}",
+        f"lmcache_after_lookup {CHUNK}",
+        f"lmcache_after_store {hashes[1]}",
+        f"lmcache_after_evict {hashes[0]}",
+        f"lmcache_after_store {hashes[2]}",
+    ]
+    assert calls[-1] == "lmcache_server_stopping"
+
+
+CHUNK = 256
+LARGE = Geometry((KVGroup(GroupKind.FULL, CHUNK, (1 << 20,) * 4),))
+"""Of a server of ten cells a chunk takes four."""
+
+
+def store_until_one_goes(address):
+    """Store three prompts of a chunk, the first of which is looked up, where there is room for two; returns hashes."""
+    client = Client(
+        ServerAddress.parse(address), Engine({"model": "m"}, LARGE, Role.WORKER), ClientSettings(deadline=30)
+    )
+    client.start(30)
+    try:
+        link = client.link()
+        hashes = [bytes([number]) * 16 for number in range(3)]
+        for number, chunk in enumerate(hashes):
+            link.commit(link.reserve("", b"", chunk, 0, 0).reservation)
+            if number == 0:
+                link.drop(link.lookup("", chunk, CHUNK).wait().ticket)
+    finally:
+        client.close()
+    return [chunk.hex() for chunk in hashes]
