@@ -15,13 +15,18 @@ class _Link(Protocol):
 class _Pending(Protocol):
     """As much of `core.pending_hit.PendingHit` as is used here."""
 
+    @property
+    def promised(self) -> int: ...
+
     def poll(self) -> Found | None: ...
 
 
 class AbandonedLookups:
     """Gives back the tickets that lookups bring whose requests have gone, or could not wait. Raises nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, wanted: bool = False) -> None:
+        """`wanted`: what tiers are bringing is to come into memory all the same, for the next request that asks."""
+        self._wanted = wanted
         self._waiting: list[tuple[_Link, _Pending]] = []
 
     def __bool__(self) -> bool:
@@ -40,8 +45,10 @@ class AbandonedLookups:
                 found = pending.poll()
             except LMCacheError:
                 continue  # the link has ended, and with it the ticket; or none was given
-            if found is None:
+            promise = 0 if self._wanted else pending.promised
+            ticket = found.ticket if found else promise
+            if ticket:
+                link.drop(ticket)
+            elif found is None:
                 waiting.append((link, pending))
-            elif found.ticket:
-                link.drop(found.ticket)
         self._waiting = waiting

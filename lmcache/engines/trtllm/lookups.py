@@ -27,7 +27,7 @@ class Lookups:
         self._client = client
         self._alignment = block_alignment(shape)
         self._patience = patience
-        self._abandoned = AbandonedLookups()
+        self._abandoned = AbandonedLookups(wanted=True)
         self._told: set[str] = set()
 
     def offer(self, tracked: Tracked, tokens: Sequence[int], computed: int) -> Offer | None:

@@ -14,7 +14,10 @@ BlockTable = tuple[list[int], ...]
 
 
 class PendingLookup(Protocol):
-    """`core.link.Pending`, of a lookup."""
+    """As much of `core.pending_hit.PendingHit` as is used here."""
+
+    @property
+    def promised(self) -> int: ...
 
     def poll(self, patience: float = 0.0) -> Found | None: ...
 

@@ -32,6 +32,8 @@ class Lookup:
 
     patience: list[float] = attrs.Factory(list)
     """Of every question for the answer."""
+    promised: int = 0
+    """As `PendingHit` says it of an answer that tiers are still asked for."""
 
     def poll(self, patience: float = 0.0) -> Found | None:
         self.patience.append(patience)
@@ -450,6 +452,15 @@ def test_a_request_that_ends_before_its_answer_has_its_ticket_dropped_when_it_co
     stage.link.lookups[0].answer(16, ticket=9)
     assert not stage.side.busy()
     assert stage.link.dropped == [9]
+
+
+def test_a_request_that_ends_while_tiers_are_looked_at_lets_go_at_once(stage: Stage) -> None:
+    request = FakeRequest()
+    stage.side.arrived(request)
+    stage.link.lookups[0].promised = 11
+    stage.side.ended(request)
+    assert not stage.side.busy(), "vLLM would step at full speed until the tiers have answered"
+    assert stage.link.dropped == [11]
 
 
 def test_a_request_that_ends_with_a_hit_in_hand_drops_it(stage: Stage) -> None:

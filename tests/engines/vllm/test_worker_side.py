@@ -2,16 +2,20 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import gated_tier
 import numpy as np
 import pytest
+from core_stand import wait_until
 from vllm_stand import ServerProcess
 from worker_stand import BLOCK, BLOCKS, CHUNK, Host, full
 
 from lmcache.core.link import Link
 from lmcache.engines.storing import StoreOrder
 from lmcache.geometry.groups import Geometry
+from lmcache.plugins.testing.ports import free_port
 
 
 @pytest.fixture
@@ -269,3 +273,37 @@ def test_what_was_ordered_before_the_weights_changed_is_neither_stored_nor_count
     rank.side._loader._copy_in = change
     assert host.load(last, ([30, 31, 32, 33, 34, 35],), 0, 3 * CHUNK) == {"last"}
     server.quiet()
+
+
+def test_a_request_that_goes_while_a_tier_is_read_leaves_nothing_to_wait_for(tmp_path: Path) -> None:
+    folder = tmp_path / "blobs"
+    folder.mkdir()
+    flags = ("--chunk-size", str(CHUNK), "--plugin", gated_tier.__file__, "--l2", f"gated://{folder}?timeout_s=60")
+    server = ServerProcess(free_port(), tmp_path / "server.log", *flags, "--l2-deadline-s", "60")
+    server.start()
+    host = Host(server.port, Geometry((full(),)))
+    pages = host.ranks[0].fill([1, 2, 3, 4, 5, 6], seed=5)
+    host.store("a", TOKENS, [1, 2, 3, 4, 5, 6])
+    server.settle()
+    epoch = host.epoch
+    server.kill()
+    server.start()
+    host.await_links(epoch)
+    try:
+        request = host.request("b", TOKENS)
+        host.scheduler.arrived(request)
+        assert host.scheduler.matched(request, 0) == (None, False)
+        tracked = host.scheduler._tracked["b"].state
+        wait_until(lambda: tracked.pending.poll() or tracked.pending.promised, "the server says that it looks further")
+        host.scheduler.ended(request)
+        assert not host.scheduler.busy()
+        (folder / gated_tier.GATE).touch()
+        server.quiet()
+        again = host.request("c", TOKENS)
+        host.scheduler.arrived(again)
+        assert host.matched(again) == 3 * CHUNK
+        assert host.load(again, ([10, 11, 12, 13, 14, 15],), 0, 3 * CHUNK) == set()
+        assert np.array_equal(host.ranks[0].memory[:, 10:16], pages)
+    finally:
+        host.close()
+        server.kill()
