@@ -18,6 +18,14 @@ from lmcache.engines.weights import BESIDE_MODEL, Weights, certain_weights
 
 log = logging.getLogger(__name__)
 
+READ_FROM_MODEL = frozenset(
+    {
+        *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes"),
+        *("fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
+    }
+)
+"""Load formats of vLLM that read the weights from the model's own folder or repository. Others are told where to."""
+
 
 def namespace_facts(
     vllm_config: Any, engine_version: str, weights_id: str, layers: Mapping[str, str]
@@ -103,19 +111,9 @@ def weights_identity(vllm_config: Any, model: Any, weights_id: str) -> str:
     """
     if weights_id:
         return f"user {weights_id}"
-    why = "they are made up at random"
-    if vllm_config.load_config.load_format != "dummy":
-        if Path(model.model).is_dir():
-            # this process has read them since it began; had they changed since then, the files would say nothing of it
-            found = certain_weights(str(model.model), BESIDE_MODEL, process_beginning(), places=False)
-            if isinstance(found, Weights):
-                return f"files {found.digest}"
-            why = f"they may not be what the files hold by now: {found.reason}"
-        else:
-            commit = getattr(model.hf_config, "_commit_hash", None)
-            if commit:
-                return f"hub {commit}"
-            why = "they are neither in a folder nor of a known commit of the model hub"
+    found, why = _found_weights(vllm_config.load_config.load_format, model)
+    if found:
+        return found
     log.warning(
         "lmcache: nothing identifies the weights of %s (%s), so this engine shares its cache with no other, nor with "
         "itself after a restart; set lmcache.weights_id in kv_connector_extra_config to change that",
@@ -123,3 +121,24 @@ def weights_identity(vllm_config: Any, model: Any, weights_id: str) -> str:
         why,
     )
     return f"engine {vllm_config.kv_transfer_config.engine_id}"
+
+
+def _found_weights(load_format: Any, model: Any) -> tuple[str, str]:
+    """What is to be seen of the weights; where that is nothing certain, empty, and why."""
+    load_format, elsewhere = str(load_format), getattr(model, "model_weights", "")
+    if load_format == "dummy":
+        return "", "they are made up at random"
+    if load_format not in READ_FROM_MODEL or elsewhere:
+        return "", f"load format {load_format} reads them from elsewhere{f', {elsewhere}' if elsewhere else ''}"
+    if Path(model.model).is_dir():
+        # this process has read them since it began; had they changed since then, the files would say nothing of it
+        found = certain_weights(str(model.model), BESIDE_MODEL, process_beginning(), places=False)
+        if isinstance(found, Weights):
+            return f"files {found.digest}", ""
+        return "", f"they may not be what the files hold by now: {found.reason}"
+    if getattr(model, "hf_config_path", None) not in (None, model.model):
+        return "", "the commit that is known is that of hf_config_path"
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return (
+        (f"hub {commit}", "") if commit else ("", "they are neither in a folder nor of a known commit of the model hub")
+    )

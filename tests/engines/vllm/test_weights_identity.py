@@ -156,6 +156,37 @@ def test_weights_without_any_identity_are_this_engines_own(caplog: pytest.LogCap
 
 
 @pytest.mark.usefixtures("started_later")
+@pytest.mark.parametrize(
+    ("load_format", "more", "why"),
+    [
+        ("tensorizer", {}, "load format tensorizer reads them from elsewhere"),
+        ("my_loader", {}, "load format my_loader reads them from elsewhere"),
+        ("runai_streamer", {"model_weights": "s3://bucket/model"}, "reads them from elsewhere, s3://bucket/model"),
+    ],
+)
+def test_weights_that_are_not_read_from_the_models_folder_are_not_known_by_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, load_format: str, more: dict[str, str], why: str
+) -> None:
+    safetensors(tmp_path / "model.safetensors", {"w": b"same" * 5000})
+    config = vllm_config(str(tmp_path), load_format)
+    assert weights_identity(config, config.model_config, "").startswith("files ") == (load_format == "runai_streamer")
+    vars(config.model_config).update(more)
+    assert weights_identity(config, config.model_config, "") == "engine this-engine"
+    assert why in caplog.text
+
+
+def test_the_commit_of_another_repository_s_configuration_does_not_name_the_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = vllm_config()
+    config.model_config.hf_config_path = "org/model"
+    assert weights_identity(config, config.model_config, "") == "hub c0ffee"
+    config.model_config.hf_config_path = "org/other"
+    assert weights_identity(config, config.model_config, "") == "engine this-engine"
+    assert "that of hf_config_path" in caplog.text
+
+
+@pytest.mark.usefixtures("started_later")
 def test_two_seeds_under_one_name_have_two_identities(tmp_path: Path) -> None:
     identities = []
     for seed in (b"a", b"b", b"a"):
