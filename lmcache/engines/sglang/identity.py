@@ -43,6 +43,16 @@ OPTIONS = (
 """Of SGLang's arguments, those that may change the KV of a token. Absent ones count as None."""
 
 
+READ_FROM_MODEL = frozenset(
+    {
+        *("auto", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes", "layered"),
+        *("fastsafetensors", "instanttensor", "runai_streamer", "sharded_state", "presharded"),
+    }
+)
+"""Load formats of SGLang that read the weights from the model's own folder or repository. Others are told where to, or
+get them from another process."""
+
+
 @attrs.frozen
 class Model:
     """What a door knows of the model that SGLang serves."""
@@ -55,8 +65,8 @@ class Model:
     """The model's configuration, as the model's files have it."""
     commit: str = ""
     """Of the model hub, if that is where it came from."""
-    dummy: bool = False
-    """Whether its weights are made up."""
+    load_format: str = "auto"
+    """How its weights are read."""
     lora: bool = False
     """Whether SGLang may serve LoRAs."""
     draft: str = ""
@@ -65,13 +75,14 @@ class Model:
 
 def read_model(args: Any, version: str, config: Any) -> Model:
     """Read SGLang's `ServerArgs` and the Hugging Face configuration that it loaded."""
+    load_format = getattr(args, "load_format", "auto")
     return Model(
         path=str(args.model_path),
         version=version,
         options={name: str(getattr(args, name, None)) for name in OPTIONS},
         config=config.to_dict() if config is not None else {},
         commit=str(getattr(config, "_commit_hash", None) or ""),
-        dummy=str(getattr(args, "load_format", "")) == "dummy",
+        load_format=str(getattr(load_format, "value", load_format)),
         lora=bool(getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None)),
         draft=str(getattr(args, "speculative_draft_model_path", None) or ""),
     )
@@ -120,8 +131,10 @@ def weights_identity(model: Model, weights_id: str) -> str:
 
 def _files_or_commit(path: str, model: Model) -> tuple[str, str]:
     """What identifies the weights at `path`, or nothing and why."""
-    if model.dummy:
+    if model.load_format == "dummy":
         return "", "they are made up at random"
+    if model.load_format not in READ_FROM_MODEL:
+        return "", f"load format {model.load_format} has them from elsewhere"
     if Path(path).is_dir():
         # this process has read them since it began; had they changed since then, the files would say nothing of it
         found = certain_weights(path, BESIDE_MODEL, process_beginning(), places=False)

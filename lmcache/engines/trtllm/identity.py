@@ -51,8 +51,9 @@ def weights_identity(llm_args: Any, weights_id: str, ranks: int) -> str:
     """
     if weights_id:
         return f"user {weights_id}"
-    why = "they are made up at random"
-    if "dummy" not in _load_format(llm_args).lower():
+    load_format = _load_format(llm_args)
+    why = "they are made up at random" if load_format == "dummy" else f"load format {load_format} may read others"
+    if load_format == "auto":
         folder = str(getattr(llm_args, "model", ""))
         why = f"{folder} is no folder"
         if Path(folder).is_dir():
@@ -77,4 +78,5 @@ def weights_identity(llm_args: Any, weights_id: str, ranks: int) -> str:
 
 def _load_format(llm_args: Any) -> str:
     load_format = getattr(llm_args, "load_format", "auto")
-    return str(getattr(load_format, "value", load_format))
+    # the values of TensorRT-LLM's own enum are numbers
+    return str(getattr(load_format, "name", load_format)).lower()

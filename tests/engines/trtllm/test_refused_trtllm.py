@@ -1,12 +1,16 @@
 """What is refused, and said, before a TensorRT-LLM engine serves anybody. Needs no torch."""
 
+import enum
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from trtllm_names import FLAT, LAYOUTS, RESERVATIONS, SALTED, installed
+from weights_folders import begins_later, safetensors
 
+from lmcache.engines.trtllm import identity
 from lmcache.engines.trtllm.checks import check_arguments, check_flat
 from lmcache.engines.trtllm.content import NeverCached, content_of
 from lmcache.engines.trtllm.identity import namespace_facts, weights_identity
@@ -141,6 +145,36 @@ def test_what_several_ranks_cannot_agree_on_is_refused_and_one_rank_shares_with_
     )
     one, other = (weights_identity(arguments(), "", 1) for _ in range(2))
     assert one != other
+
+
+class LoadFormat(enum.Enum):
+    """As TensorRT-LLM's: the values say nothing."""
+
+    AUTO = 0
+    DUMMY = 1
+    VISION_ONLY = 2
+
+
+@pytest.mark.parametrize(
+    ("load_format", "why"),
+    [
+        (LoadFormat.AUTO, ""),
+        ("AUTO", ""),
+        (LoadFormat.DUMMY, "they are made up at random"),
+        ("dummy", "they are made up at random"),
+        (LoadFormat.VISION_ONLY, "load format vision_only may read others"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_folder_are_not_known_by_it(
+    load_format: Any, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(identity, "process_beginning", begins_later)
+    (tmp_path / "model").mkdir()
+    safetensors(tmp_path / "model" / "model.safetensors", {"w": b"same" * 5000})
+    found = weights_identity(arguments(model=str(tmp_path / "model"), load_format=load_format), "", 1)
+    assert found.startswith("engine " if why else "files ")
+    assert why in caplog.text
 
 
 @pytest.mark.parametrize(
