@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,11 +31,13 @@ def full(shards: int = 1) -> KVGroup:
 class Rank:
     """One worker: for each group two layers of pages that hold what the test writes, and the connector's half."""
 
-    def __init__(self, client: Client, geometry: Geometry, rank: int, *, one_memory: bool) -> None:
+    def __init__(
+        self, client: Client, geometry: Geometry, rank: int, *, one_memory: bool, lost: Iterable[str] = ()
+    ) -> None:
         memory = np.zeros((2, BLOCKS, PAGE), np.uint8)
         self.groups = {g: memory if one_memory else np.zeros_like(memory) for g in geometry.cached_groups}
         makers = {group: functools.partial(Copier, Pages(list(pages))) for group, pages in self.groups.items()}
-        self.side = WorkerSide(client, geometry, rank, makers)
+        self.side = WorkerSide(client, geometry, rank, makers, lost=lost)
 
     @property
     def memory(self) -> np.ndarray:

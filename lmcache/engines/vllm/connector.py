@@ -115,14 +115,17 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         from lmcache.engines.vllm.registration import register_pages
         from lmcache.engines.vllm.weight_updates import watched_updates
 
+        lost: set[str] = set()
         if self._worker is not None:
+            lost = self._worker.unfinished
             self._worker.close()
         found = register_pages(
             self._vllm_config, self._kv_cache_config, self._groups, kv_caches, self._ranks, self._settings
         )
         rank = self._vllm_config.parallel_config.rank % self._ranks
         client = self._connect(Engine(found.facts, found.geometry, Role.WORKER, rank, found.kernels.memory_node))
-        self._worker = WorkerSide(client, found.geometry, rank, found.makers, found.kernels, watched_updates())
+        parts = client, found.geometry, rank, found.makers, found.kernels, watched_updates()
+        self._worker = WorkerSide(*parts, lost=lost)
         self._facts = WorkerFacts(found.facts, found.geometry)
 
     def get_handshake_metadata(self) -> WorkerFacts | None:

@@ -25,14 +25,20 @@ class WorkerSide:
         makers: Mapping[int, MakeCopier],
         kernels: Kernels | None = None,
         updates: Updates | None = None,
+        *,
+        lost: Iterable[str] = (),
     ) -> None:
-        """`updates` counts what has become of the weights in this process; None where they stay what they are."""
+        """`updates` counts what has become of the weights in this process; None where they stay what they are.
+
+        `lost` are requests whose loads were begun into pages that are no more.
+        """
         kernels = kernels or NoKernels()
         self._client = client
         self._updates = updates or Updates()
         self._before = self._updates.count  # of another engine's weights, earlier in this process
         self._known = 0
         self._begun: dict[str, int] = {}
+        self._lost = set(lost)
         self._loader = Loader(client, geometry, CopyPlans(geometry, makers), kernels)
         self._storer = Storer(client, geometry, rank, CopyPlans(geometry, makers), kernels, no_block=NULL_BLOCK)
 
@@ -52,6 +58,7 @@ class WorkerSide:
         """Loads that have ended since the last call, and the failed ones among them. `ended` requests are forgotten."""
         self._storer.forget(ended)
         done, failed = self._loader.outcomes()
+        done, failed, self._lost = done | self._lost, failed | self._lost, set()
         # what was found, or begun to be loaded, before the weights changed is KV of other weights than the model's
         return done, failed | {request for request in done if self._begun.pop(request, 0) != self._updated}
 
@@ -62,6 +69,11 @@ class WorkerSide:
     @property
     def _updated(self) -> int:
         return self._updates.count - self._before
+
+    @property
+    def unfinished(self) -> set[str]:
+        """Requests that vLLM has still to be told of what became of their loads."""
+        return set(self._begun) | self._lost
 
     def close(self) -> None:
         """The engine ends."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from core_stand import wait_until
 from vllm_stand import ServerProcess
-from worker_stand import BLOCK, BLOCKS, CHUNK, Host, full
+from worker_stand import BLOCK, BLOCKS, CHUNK, Host, Rank, full
 
 from lmcache.core.link import Link
 from lmcache.engines.storing import StoreOrder
@@ -307,3 +307,26 @@ def test_a_request_that_goes_while_a_tier_is_read_leaves_nothing_to_wait_for(tmp
     finally:
         host.close()
         server.kill()
+
+
+def test_loads_into_pages_that_were_allocated_anew_meanwhile_are_told_as_failed(
+    host: Host, server: ServerProcess
+) -> None:
+    host.store("a", TOKENS, [1, 2, 3, 4, 5, 6])
+    again = host.request("b", TOKENS)
+    host.scheduler.arrived(again)
+    assert host.matched(again) == 3 * CHUNK
+    host.scheduler.allocated(again, lambda: ([10, 11, 12, 13, 14, 15],), 3 * CHUNK)
+    orders = host.scheduler.step({}, lambda _: None)
+    [rank] = host.ranks
+    rank.side.load(orders.loads)
+    assert rank.side.unfinished == {"b"}
+    other = Rank(host.clients[0], host.geometry, 0, one_memory=False, lost=rank.side.unfinished)
+    assert other.side.unfinished == {"b"}
+    assert other.side.outcomes([]) == ({"b"}, {"b"})
+    assert other.side.outcomes([]) == (set(), set())
+    host.scheduler.loaded({"b"}, {"b"})
+    assert host.matched(again) == 0
+    other.side._loader.close()
+    wait_until(lambda: rank.side.outcomes([])[0])
+    server.quiet()
