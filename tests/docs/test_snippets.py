@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -237,7 +238,22 @@ TALKING = ("ping", "status", "wait-idle")
 """Commands that ask a server."""
 
 
-@pytest.mark.parametrize("command", _named([command for command in OTHERS if not command.expected]))
+EXPORTERS = [command for command in OTHERS if command.words[1] == "metrics"]
+
+
+@pytest.mark.parametrize("command", _named(EXPORTERS))
+def test_an_exporter_says_where_it_is_and_ends_when_it_is_told_to(command):
+    # the port that is written may be another's here
+    words = [sys.executable, "-m", *command.words, "--listen", "0"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert re.fullmatch(
+            r"lmcache metrics of \S+ ready on http://127.0.0.1:\d+/metrics\n", process.stdout.readline()
+        )
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("command", _named([c for c in OTHERS if not c.expected and c not in EXPORTERS]))
 def test_a_command_does_its_work(command, server):
     words = command.words
     if words[1] in TALKING:
