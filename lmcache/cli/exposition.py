@@ -22,7 +22,6 @@ TIER_GAUGES = {
     "blobs": "blobs that it holds, where it knows",
     "bytes": "bytes that they take, headers included",
     "limit_bytes": "bytes that it may take",
-    "evicted": "blobs that it has dropped to make room, since it was opened",
 }
 """What a report says of each tier besides its counters."""
 
@@ -63,7 +62,7 @@ class ServerMetrics:
 
 
 def server_metrics(report: Report) -> "Iterator[Metric]":
-    """What one report says. Values that it does not know are left out."""
+    """What one report says. Values that it does not have, as those of another version may, are left out."""
     about = ("version", "epoch", "eviction_policy", "address")
     yield _gauge("server_info", "who it is; always 1", [({name: str(report[name]) for name in about}, 1)])
     yield _gauge("uptime_seconds", "since it was started", [({}, report["uptime_s"])])
@@ -73,24 +72,27 @@ def server_metrics(report: Report) -> "Iterator[Metric]":
     )
     for name, (_, sentence) in GAUGES.items():
         # what ends in _total only grows, for Prometheus and its tools
-        yield _gauge(name.removesuffix("_total"), sentence, [({}, report["gauges"][name])])
-    for field in attrs.fields(Counters):
-        yield _counter(field, [({}, report["counters"][field.name])])
+        yield _gauge(name.removesuffix("_total"), sentence, [({}, report["gauges"].get(name))])
+    for name, sentence in _sentences(Counters):
+        yield _counter(name, sentence, [({}, report["counters"].get(name))])
     yield from _tiers(report["tiers"])
     yield from _tenants(report["tenants"])
     yield from _models(report)
 
 
 def _tiers(tiers: Sequence[Report]) -> "Iterator[Metric]":
-    for field in attrs.fields(TierCounters):
-        yield _counter(field, [({"tier": tier["tier"]}, tier["counters"][field.name]) for tier in tiers], "tier_")
+    for name, sentence in _sentences(TierCounters):
+        counted = [({"tier": tier["tier"]}, tier["counters"].get(name)) for tier in tiers]
+        yield _counter(f"tier_{name}", sentence, counted)
+    dropped = [({"tier": tier["tier"]}, tier.get("evicted")) for tier in tiers]
+    yield _counter("tier_evicted", "blobs that it has dropped to make room", dropped)
     for name, sentence in TIER_GAUGES.items():
-        yield _gauge(f"tier_{name}", sentence, [({"tier": tier["tier"]}, tier[name]) for tier in tiers])
+        yield _gauge(f"tier_{name}", sentence, [({"tier": tier["tier"]}, tier.get(name)) for tier in tiers])
 
 
 def _tenants(tenants: Sequence[Report]) -> "Iterator[Metric]":
     for name, sentence in TENANT_GAUGES.items():
-        yield _gauge(f"tenant_{name}", sentence, [({"tenant": each["tenant"]}, each[name]) for each in tenants])
+        yield _gauge(f"tenant_{name}", sentence, [({"tenant": each["tenant"]}, each.get(name)) for each in tenants])
 
 
 def _models(report: Report) -> "Iterator[Metric]":
@@ -125,10 +127,15 @@ def _gauge(name: str, sentence: str, samples: Samples) -> "Metric":
     return family
 
 
-def _counter(field: "attrs.Attribute[Any]", samples: Samples, part: str = "") -> "Metric":
+def _sentences(counters: type) -> Iterator[tuple[str, str]]:
+    """Name and sentence of each counter of a table."""
+    return ((field.name, field.metadata["sentence"]) for field in attrs.fields(counters))
+
+
+def _counter(name: str, sentence: str, samples: Samples) -> "Metric":
     from prometheus_client.core import CounterMetricFamily
 
-    family = CounterMetricFamily(PREFIX + part + field.name, field.metadata["sentence"])
+    family = CounterMetricFamily(PREFIX + name, sentence)
     for labels, value in samples:
         if value is not None:
             family.add_sample(f"{family.name}_total", dict(labels), float(value))
