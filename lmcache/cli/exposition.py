@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 PREFIX = "lmcache_"
 
 TIER_GAUGES = {
-    "usable": "whether it is asked: 0 while it is left alone, for it failed or hung",
+    "usable": "whether it is read: 0 while it is left alone, for that failed or hung",
+    "writable": "whether it is written: 0 while it is left alone, for that failed or hung",
     "in_flight": "reads and writes that wait or are under way",
     "blobs": "blobs that it holds, where it knows",
     "bytes": "bytes that they take, headers included",

@@ -81,6 +81,15 @@ def _engines(report: Mapping[str, Any]) -> "Table":
     return table
 
 
+_WORKS = {
+    (True, True): "yes",
+    (True, False): "reads only",
+    (False, True): "writes only",
+    (False, False): "left alone",
+}
+"""What is asked of a tier now: to read, to write."""
+
+
 def _tiers(report: Mapping[str, Any]) -> "Iterable[Table]":
     """What stands behind L1, and whether it works."""
     if not report["tiers"]:
@@ -90,7 +99,7 @@ def _tiers(report: Mapping[str, Any]) -> "Iterable[Table]":
         counters = each["counters"]
         table.add_row(
             each["tier"],
-            "yes" if each["usable"] else "left alone",
+            _WORKS[each["usable"], each["writable"]],
             "" if each["bytes"] is None else size_text(each["bytes"]),
             *(str(counters[name]) for name in ("stored", "loaded", "lost", "errors", "timeouts", "damaged")),
         )

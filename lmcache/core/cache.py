@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from lmcache.core.accounts import Limits
+from lmcache.core.accounts import Account, Limits
 from lmcache.core.admission import Offer
 from lmcache.core.cells import CellAllocator, pack_cells, unpack_cells
 from lmcache.core.hints import NO_HINTS, Hints
@@ -115,8 +115,8 @@ class Cache:
         self._completed: deque[int] = deque(maxlen=REMEMBERED_TICKETS)
         self.on_committed: Callable[[Node, int], None] | None = None
         """Hears of every slot of a chunk that becomes readable, in the call that makes it so."""
-        self.on_short: Callable[[], None] | None = None
-        """Hears of every `reserve` that there was too little room for."""
+        self.on_short: Callable[[Account, int], None] | None = None
+        """Hears of every `reserve` that there was too little room for: whose, and how many cells it lacked."""
         self.on_sealed: Callable[[Node, int], None] | None = None
         """Hears of every group of a chunk that becomes readable."""
 
@@ -164,7 +164,8 @@ class Cache:
         if last and hints.ends_session:
             self.residents.end_session(last)
         if len(placed) < admitted and self.on_short:
-            self.on_short()
+            lacking = (admitted - len(placed)) * namespace.object_cells[group]
+            self.on_short(self.residents.accounts.of(tenant), lacking)
         if len(placed) == admitted:
             self.counters.chunks_refused += len(hashes) - admitted
             placed += bytes([Placed.REFUSED]) * (len(hashes) - admitted)

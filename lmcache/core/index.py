@@ -46,6 +46,7 @@ class Node:
         "shards",
         "tenant",
         "tiers",
+        "tiers_since",
         "used",
         "writing",
     )
@@ -74,6 +75,7 @@ class Node:
         self.pins = 0
         self.held = 0  # of the pins, those of the tiers
         self.tiers: list[int] | None = None  # for each tier, the slots that it is known to hold, as bits
+        self.tiers_since = 0.0  # when the first of them was found out
         self.live_children = 0  # children that are not doomed
         self.first_child: Node | None = None  # the oldest
         self.last_child: Node | None = None

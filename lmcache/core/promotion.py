@@ -239,21 +239,29 @@ class Promotion:
 
     # --------------------------------------------------------------------------------------------------------- fetching
 
-    def pump(self) -> None:
-        """Fetch on; freeze the hit when nothing is on its way any more."""
+    @property
+    def next_cells(self) -> int:
+        """Cells that what it is to fetch next needs; 0 where nothing is."""
+        if self.over or not self._plan:
+            return 0
         space = self.asked.namespace
+        return space.object_cells[space.group_and_shard(self._plan[0][1])[0]]
+
+    def pump(self) -> bool:
+        """Fetch on; freeze the hit when nothing is on its way any more. False: there is no room now, and will be."""
         while self._plan and not self.over and self._out < AT_ONCE * self._found[self._plan[0]].settings.threads:
-            if self._memory_comes(space.object_cells[space.group_and_shard(self._plan[0][1])[0]]):
-                return  # `pump` is called again
+            if self._memory_comes(self.next_cells):
+                return False  # `pump` is called again
             next_one = self._plan.popleft()
             fetched = self._fetch(*next_one)
             if fetched is None and self._room_comes():
                 self._plan.appendleft(next_one)
-                return  # `pump` is called again
+                return False  # `pump` is called again
             if not fetched:
                 self._plan.clear()  # without it, what follows is worth nothing, or less than what it costs
         if not self._out and not self._plan and self._decided and not self.over:
             self.freeze()
+        return True
 
     def _fetch(self, chunk: int, slot: int) -> bool | None:
         """Have one shard fetched, unless it is there. False: it cannot be had; None: there is no room for it now."""

@@ -45,6 +45,8 @@ class Residents:
         """Whether a chunk must not go before a tier has it."""
         self.on_evicted: Callable[[Node], None] | None = None
         """Hears of every chunk that held something and goes."""
+        self.on_kept: Callable[[Node], None] | None = None
+        """Hears of every chunk that was to expire and is not to any more."""
         self._deadlines = Deadlines()
         self._high_limit = int(allocator.cells * HIGH_SHARE)
         self._demoted = False
@@ -162,12 +164,13 @@ class Residents:
                 if victim.cells:  # a hole went with the last chunk below it
                     self.evict(victim)
 
-    def next_victims(self, cells: int) -> list[Node]:
-        """Who would be evicted now for so many free cells; nobody is."""
+    def next_victims(self, cells: int, within: Account | None = None) -> list[Node]:
+        """Who would be evicted now for so many free cells, or for such room in the quota of `within`; nobody is."""
+        asker = within or self.accounts.of("")
         search = VictimSearch(
-            self.order, self.accounts, self.orphaned, self.accounts.of(""), high_limit=self._high_limit
+            self.order, self.accounts, self.orphaned, asker, within=within, high_limit=self._high_limit
         )
-        victims = search.choose(self.allocator.free, cells, 1)
+        victims = search.choose(within.room if within else self.allocator.free, cells, 1)
         for victim in reversed(victims):
             victim.spare()
         return [victim for victim in victims if victim.cells]
@@ -204,6 +207,8 @@ class Residents:
             if node.expires < until:
                 node.expires = until
                 self._deadlines.watch(node)
+                if until == math.inf and self.on_kept:
+                    self.on_kept(node)
             if node.priority < priority:
                 self.accounts.change_priority(node, priority)
 

@@ -1,8 +1,9 @@
 """Down: what is committed in L1 goes to the tiers. The server's thread only."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from lmcache.core.accounts import Account
 from lmcache.core.cache import Cache
 from lmcache.core.index import Node
 from lmcache.core.tier_in_use import TierInUse
@@ -28,6 +29,7 @@ class WriteThrough:
         self._cache = cache
         self._tier = tier
         self._waiting: deque[tuple[Node, int]] = deque()
+        self._under_way = 0
 
     @property
     def waiting(self) -> int:
@@ -47,27 +49,35 @@ class WriteThrough:
         """Start what can be started."""
         tier = self._tier
         at_once = 1 if tier.blobs.in_order else tier.settings.threads
-        while self._waiting and tier.threads.busy < at_once and tier.usable():
+        while self._waiting and self._under_way < at_once and tier.writable():
             node, slot = self._waiting.popleft()
             if node.shards[slot] is None:
                 tier.counters.lost += 1
                 continue
             self._cache.hold(node)
-            if not tier.save(node, slot, lambda node=node: self._cache.let_go(node)):  # type: ignore[misc]
-                self._cache.let_go(node)
+            self._under_way += 1
+            if not tier.save(node, slot, lambda node=node: self._written(node)):  # type: ignore[misc]
+                self._written(node)
                 self._waiting.appendleft((node, slot))
                 return
+
+    def _written(self, node: Node) -> None:
+        self._under_way -= 1
+        self._cache.let_go(node)
 
 
 class OnEvict:
     """Writes what would be evicted next to tiers, so that there is always something that can go at once.
 
     What the tiers do not have yet does not go, unless none of them works: a store that needs more room than is ready is
-    placed as far as it fits, and never waits.
+    placed as far as it fits, and never waits. A tenant that has a quota makes room among its own chunks only, so it has
+    something ready of its own from when it has been short.
     """
 
-    def __init__(self, cache: Cache, tiers: Sequence[TierInUse]) -> None:
+    def __init__(self, cache: Cache, tiers: Sequence[TierInUse], memory_comes: Callable[[int], bool]) -> None:
+        """`memory_comes` says whether so many cells have no memory yet, and it is on its way: nobody need go for it."""
         self._cache = cache
+        self._memory_comes = memory_comes
         self._tiers = tiers
         self._leaving: dict[Node, int] = {}
         """Nodes that are being written → calls that have not come back."""
@@ -75,6 +85,10 @@ class OnEvict:
         self._due = True
         """Whether something has come or gone since victims were looked for last."""
         self._target = self._ready
+        self._targets: dict[Account, int] = {}
+        """Cells that tenants with quotas have been short of."""
+        self.room_made = False
+        """Whether anything that had to be written has been since this was last set to False."""
         cache.residents.unsaved = self._unsaved
         cache.on_short = self._short
 
@@ -83,10 +97,13 @@ class OnEvict:
         self._due = True
         self._target = max(self._ready, self._target * 3 // 4)
 
-    def _short(self) -> None:
+    def _short(self, account: Account | None = None, cells: int = 0) -> None:
         """A store found too little room: what was ready was too little, or its own."""
         self._due = True
-        self._target = min(self._cache.allocator.cells, 2 * self._target)
+        if account is not None and account.quota is not None and account.room < cells:
+            self._targets[account] = min(account.quota, max(cells, self._targets.get(account, 0)))
+        else:
+            self._target = min(self._cache.allocator.cells, 2 * self._target)
 
     def makes_room(self) -> bool:
         """Somebody found too little room: whether something is being written that may go afterwards."""
@@ -96,21 +113,28 @@ class OnEvict:
         return bool(self._leaving)
 
     def _unsaved(self, node: Node) -> bool:
-        return not node.expires_some_day and any(tier.usable() and self._lacking(tier, node) for tier in self._tiers)
+        return not node.expires_some_day and any(tier.writable() and self._lacking(tier, node) for tier in self._tiers)
 
     @staticmethod
     def _lacking(tier: TierInUse, node: Node) -> list[int]:
-        """Slots that are committed and not known to be there."""
+        """Slots that are committed and not known to be there. What is known from long ago may not be so any more."""
+        tier.forget_old(node)
         return [slot for slot, packed in enumerate(node.shards) if packed is not None and not tier.holds(node, slot)]
 
     def pump(self) -> None:
         """Start to write what has to go for enough cells to be ready."""
-        allocator = self._cache.allocator
-        if not self._due or allocator.backed < allocator.cells or not any(tier.usable() for tier in self._tiers):
+        if not self._due or not any(tier.writable() for tier in self._tiers):
             return
-        self._due = False
-        coming = sum(node.cells for node in self._leaving)
-        for node in self._cache.residents.next_victims(self._target - coming):
+        if not self._memory_comes(self._target):
+            self._due = False
+            self._make_ready(self._target)
+        for account, cells in self._targets.items():
+            self._make_ready(cells, account)
+
+    def _make_ready(self, cells: int, account: Account | None = None) -> None:
+        """Start to write what has to go before so many cells can be had, by a tenant of a quota or by any other."""
+        coming = sum(node.cells for node in self._leaving if account in (None, node.account))
+        for node in self._cache.residents.next_victims(cells - coming, account):
             if self._unsaved(node):
                 self._begin(node)
 
@@ -126,7 +150,7 @@ class OnEvict:
     def _written(self, node: Node) -> None:
         self._leaving[node] -= 1
         if not self._leaving[node]:
-            self._due = True
+            self._due = self.room_made = True
             del self._leaving[node]
             self._cache.let_go(node)
 
@@ -134,17 +158,25 @@ class OnEvict:
 class Saving:
     """All tiers, each as its settings say."""
 
-    def __init__(self, cache: Cache, tiers: Sequence[TierInUse]) -> None:
+    def __init__(self, cache: Cache, tiers: Sequence[TierInUse], memory_comes: Callable[[int], bool]) -> None:
+        """`memory_comes` is as of `OnEvict`."""
         self._through = [
             WriteThrough(cache, tier) for tier in tiers if tier.settings.store_policy is StorePolicy.WRITE_THROUGH
         ]
         leaving = [tier for tier in tiers if tier.settings.store_policy is StorePolicy.ON_EVICT]
-        self._on_evict = OnEvict(cache, leaving) if leaving else None
+        self._on_evict = OnEvict(cache, leaving, memory_comes) if leaving else None
 
     @property
     def waiting(self) -> int:
         """Shards that wait to be written."""
         return sum(each.waiting for each in self._through)
+
+    def take_room_made(self) -> bool:
+        """Whether anything may go by now that could not when this was asked last."""
+        if self._on_evict is None or not self._on_evict.room_made:
+            return False
+        self._on_evict.room_made = False
+        return True
 
     def makes_room(self) -> bool:
         """Called by who finds none: whether something is being written that may go afterwards."""
@@ -157,6 +189,12 @@ class Saving:
         if not node.expires_some_day:
             for each in self._through:
                 each.committed(node, slot)
+
+    def kept(self, node: Node) -> None:
+        """What was to expire is not to any more, so tiers may have it."""
+        for slot, packed in enumerate(node.shards):
+            if packed is not None:
+                self.committed(node, slot)
 
     def pump(self) -> None:
         """Start what can be started."""

@@ -1,6 +1,7 @@
 """One tier as the server uses it: its threads, its record of failures, its counters. Knows chunks, and no tickets."""
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -8,7 +9,7 @@ from typing import TypeVar
 
 from lmcache.core.blob import BlobIdentity, BlobStore, Loaded
 from lmcache.core.blob_format import ALIGNMENT
-from lmcache.core.breaker import CircuitBreaker
+from lmcache.core.breaker import FAILURES, CircuitBreaker
 from lmcache.core.cells import unpack_cells
 from lmcache.core.index import Namespace, Node
 from lmcache.core.keys import ChainHash, namespace_digest
@@ -25,6 +26,9 @@ FIRST_LOOK = 16
 FEWEST_READS = 16
 """Before so many, nobody can tell how fast it is."""
 
+BELIEVED_S = 300.0
+"""Seconds after which what a tier is known to hold is asked again before the last copy goes for its sake."""
+
 TRY_ANYWAY = 16
 """One hit in so many is read though it seems slower than computing."""
 
@@ -39,6 +43,12 @@ ThreadsMaker = Callable[[str, int, float, Callable[[], None]], TierThreads]
 
 NAMESPACES = 1024
 """Namespaces whose facts are remembered as blobs say them."""
+
+KINDS = 64
+KIND_CHARACTERS = 200
+"""So many kinds of failures are told of, and so much of each is looked at to tell it from others."""
+
+_VARYING = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 
 T = TypeVar("T")
 
@@ -66,7 +76,8 @@ class TierInUse:
         self.settings = settings
         self.counters = TierCounters()
         self.threads = make_threads(settings.location.scheme, settings.threads, settings.timeout_s, wake)
-        self._breaker = CircuitBreaker()
+        # each has its own: a full redis loads well, and a disk whose index answers may not be readable any more
+        self._searching, self._loading, self._saving = CircuitBreaker(), CircuitBreaker(), CircuitBreaker()
         self._arena = arena
         self._clock = clock
         self._spaces: dict[bytes, tuple[bytes, dict[str, str]]] = {}
@@ -81,8 +92,13 @@ class TierInUse:
         return str(self.settings.location)
 
     def usable(self) -> bool:
-        """Whether it may be asked something now."""
-        return not self._breaker.open(self._clock()) and not self.threads.stuck
+        """Whether it may be asked for something now."""
+        now = self._clock()
+        return not (self._searching.open(now) or self._loading.open(now) or self.threads.stuck)
+
+    def writable(self) -> bool:
+        """Whether it may be given something now."""
+        return not (self._saving.open(self._clock()) or self.threads.stuck)
 
     def seconds_to_read(self, length: int) -> float:
         """How long reading so many bytes takes, going by the last reads; 0 while that is not known.
@@ -99,6 +115,11 @@ class TierInUse:
         known = node.tiers
         return known is not None and self.number < len(known) and bool(known[self.number] >> slot & 1)
 
+    def forget_old(self, node: Node) -> None:
+        """Believe nothing of what tiers hold of the chunk, if that was found out long ago: they drop things, too."""
+        if node.tiers is not None and self._clock() - node.tiers_since > BELIEVED_S:
+            node.tiers = None
+
     # ---------------------------------------------------------------------------------------------------------- calling
 
     def search(
@@ -108,25 +129,26 @@ class TierInUse:
 
         False: it cannot be asked now, and `then` hears nothing.
         """
-        wanted = {
-            chunk: [(slot, self._identity(space, hashes[chunk], slot, "")) for slot in _bits(slots)]
-            for chunk, slots in missing.items()
-        }
+        wanted = dict(missing)
+        self._facts(space)  # the server thread's to remember
         full = sum(1 << slot for slot in range(space.slots) if space.group_of(slot).kind is GroupKind.FULL)
         self.counters.searches += 1
-        return self._call(lambda deadline: self._look(wanted, full, deadline), lambda found: then(found or {}))
+        work = partial(self._look, space, hashes, wanted, full)
+        return self._call(work, lambda found: then(found or {}), self._searching)
 
-    def _look(self, wanted: Mapping[int, list[tuple[int, BlobIdentity]]], full: int, deadline: float) -> dict[int, int]:
+    def _look(
+        self, space: Namespace, hashes: Sequence[ChainHash], wanted: Missing, full: int, deadline: float
+    ) -> dict[int, int]:
         """In a thread of the tier. A prompt's chunks are of use only together, so it stops where they end."""
         chunks = sorted(wanted)
         found: dict[int, int] = {}
         for part in (chunks[:1], chunks[1 : 1 + FIRST_LOOK], chunks[1 + FIRST_LOOK :]):
-            asked = [(chunk, slot, identity) for chunk in part for slot, identity in wanted[chunk]]
-            for (chunk, slot, _), there in zip(
-                asked, self.blobs.contains([each[2] for each in asked], deadline) if asked else (), strict=True
-            ):
+            asked = [(chunk, slot) for chunk in part for slot in _bits(wanted[chunk])]
+            identities = [self._identity(space, hashes[chunk], slot, "") for chunk, slot in asked]
+            answers = self.blobs.contains(identities, deadline) if asked else ()
+            for (chunk, slot), there in zip(asked, answers, strict=True):
                 found[chunk] = found.get(chunk, 0) | there << slot
-            if any(full & sum(1 << slot for slot, _ in wanted[chunk]) & ~found.get(chunk, 0) for chunk in part):
+            if any(full & wanted[chunk] & ~found.get(chunk, 0) for chunk in part):
                 break
         return {chunk: slots for chunk, slots in found.items() if slots}
 
@@ -149,7 +171,7 @@ class TierInUse:
             started = time.monotonic()
             return self.blobs.load(identity, into, deadline), time.monotonic() - started
 
-        return self._call(work, loaded)
+        return self._call(work, loaded, self._loading)
 
     def save(self, node: Node, slot: int, then: Callable[[], None]) -> bool:
         """Store one shard that is committed, unless it is there; its cells must not change until `then` is called.
@@ -180,7 +202,7 @@ class TierInUse:
                     self.touch(node, [slot])
             then()
 
-        return self._call(work, stored, urgent=False)
+        return self._call(work, stored, self._saving, urgent=False)
 
     def _more_comes(self, node: Node, slot: int) -> bool:
         """Whether a chunk that follows is in L1 and not here yet: it will tell of the whole chain."""
@@ -196,14 +218,21 @@ class TierInUse:
         for slot in slots:
             space, hashes = tail.namespace, [node.hash for node in tail.chain() if self.holds(node, slot)]
             if len(hashes) > 1:
-                self._call(partial(self._touch, space, slot, hashes), lambda _: None, urgent=False)
+                self._call(partial(self._touch, space, slot, hashes), lambda _: None, self._saving, urgent=False)
 
     def _touch(self, space: Namespace, slot: int, hashes: Sequence[ChainHash], _: float) -> None:
         """In a thread of the tier."""
         self.blobs.touch([self._identity(space, chain_hash, slot, "") for chain_hash in hashes])
 
-    def _call(self, work: Callable[[float], T], then: Callable[[T | None], None], *, urgent: bool = True) -> bool:
-        if self.threads.stuck or not self._breaker.allows(self._clock()):
+    def _call(
+        self,
+        work: Callable[[float], T],
+        then: Callable[[T | None], None],
+        breaker: CircuitBreaker,
+        *,
+        urgent: bool = True,
+    ) -> bool:
+        if self.threads.stuck or not breaker.allows(self._clock()):
             self.counters.skipped += 1
             return False
 
@@ -212,10 +241,10 @@ class TierInUse:
                 self.counters.skipped += 1
                 then(None)
             elif isinstance(outcome, Exception):
-                self._failed(outcome)
+                self._failed(outcome, breaker)
                 then(None)
             else:
-                self._breaker.succeeded()
+                self._works(breaker)
                 then(outcome)
 
         self.threads.submit(work, ended, urgent=urgent)
@@ -228,8 +257,9 @@ class TierInUse:
         now = self._clock()
         for _ in range(self.threads.newly_overdue(now)):
             self.counters.timeouts += 1
-            self._breaker.failed(now)
-            self._tell_once("hangs", f"a call has not come back after {self.settings.timeout_s:g} s")
+            for breaker in (self._searching, self._loading, self._saving):
+                breaker.failed(now)
+            self._tell_once(f"a call has not come back after {self.settings.timeout_s:g} s")
         some = False
         for call in self.threads.finished():
             some = True
@@ -241,13 +271,21 @@ class TierInUse:
                 call.then(Withdrawn())
         return some
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, breaker: CircuitBreaker) -> None:
         self.counters.errors += 1
-        self._breaker.failed(self._clock())
-        self._tell_once(type(error).__name__, str(error) or type(error).__name__)
+        breaker.failed(self._clock())
+        self._tell_once(str(error) or type(error).__name__)
 
-    def _tell_once(self, kind: str, text: str) -> None:
-        if kind not in self._logged:
+    def _works(self, breaker: CircuitBreaker) -> None:
+        if breaker.failures >= FAILURES:
+            log.info("the tier %s works again", self.name)
+            self._logged.clear()  # what ends and comes back is said again
+        breaker.succeeded()
+
+    def _tell_once(self, text: str) -> None:
+        # keys, addresses and times differ from call to call, and say nothing new
+        kind = _VARYING.sub("", text)[:KIND_CHARACTERS]
+        if kind not in self._logged and len(self._logged) < KINDS:
             self._logged.add(kind)
             log.warning("the tier %s: %s; misses until it works again, logged once", self.name, text)
 
@@ -269,7 +307,7 @@ class TierInUse:
 
     def _note(self, node: Node, slot: int) -> None:
         if node.tiers is None:
-            node.tiers = []
+            node.tiers, node.tiers_since = [], self._clock()
         node.tiers.extend([0] * (self.number + 1 - len(node.tiers)))
         node.tiers[self.number] |= 1 << slot
 
@@ -287,15 +325,20 @@ class TierInUse:
     def _identity(
         self, space: Namespace, chain_hash: ChainHash, slot: int, tenant: str, parent: bytes = b""
     ) -> BlobIdentity:
-        if space.digest not in self._spaces:
+        digest, facts = self._facts(space)
+        group, shard = space.group_and_shard(slot)
+        return BlobIdentity(digest, facts, chain_hash, group, shard, tenant, space.chunk_size, parent, space.geometry)
+
+    def _facts(self, space: Namespace) -> tuple[bytes, dict[str, str]]:
+        """What blobs say of a namespace. Threads of the tier find what the server's thread has put there."""
+        known = self._spaces.get(space.digest)
+        if known is None:
             if len(self._spaces) >= NAMESPACES:
                 self._spaces.clear()
             # where a page lies in an object depends on the size of cells, which is this server's, not the engine's
             facts = {**space.facts, "cell_bytes": str(space.cell_bytes)}
-            self._spaces[space.digest] = namespace_digest(facts), facts
-        digest, facts = self._spaces[space.digest]
-        group, shard = space.group_and_shard(slot)
-        return BlobIdentity(digest, facts, chain_hash, group, shard, tenant, space.chunk_size, parent, space.geometry)
+            known = self._spaces[space.digest] = namespace_digest(facts), facts
+        return known
 
 
 def _bits(slots: int) -> Iterator[int]:

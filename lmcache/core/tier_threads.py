@@ -16,6 +16,10 @@ from lmcache.errors import TierError
 
 T = TypeVar("T")
 
+PATIENT_TURN = 4
+"""Of so many calls one is of those that nobody waits for, if any are there: else a tier that is read all the time would
+never be written."""
+
 GRACE = 1.5
 """A call that takes so many times as long as it may is overdue: its tier is taken to hang."""
 
@@ -50,6 +54,7 @@ class TierThreads:
         self._running: set[Call] = set()
         self._done: deque[Call] = deque()
         self._threads = 0
+        self._turn = 0
         self._closing = False
 
     @property
@@ -63,7 +68,7 @@ class TierThreads:
         return sum(call.overdue for call in list(self._running)) >= self._most
 
     def submit(self, work: Callable[[float], T], then: Callable[[T | Exception], None], *, urgent: bool) -> None:
-        """Have `work` done: what somebody waits for (`urgent`) before what nobody does."""
+        """Have `work` done: what somebody waits for (`urgent`) before most of what nobody does."""
         call = Call(work, cast("Callable[[Any], None]", then))
         with self._state:
             (self._urgent if urgent else self._patient).append(call)
@@ -138,7 +143,11 @@ class TierThreads:
                 self._state.wait()
             if self._closing:
                 return None
-            call = (self._urgent or self._patient).popleft()
+            self._turn += 1
+            first, second = self._urgent, self._patient
+            if self._turn % PATIENT_TURN == 0:
+                first, second = second, first
+            call = (first or second).popleft()
             call.started = time.monotonic()
             self._running.add(call)
             return call

@@ -14,7 +14,9 @@ fails or hangs costs misses: it is left alone for a while (`breaker.py`). Cells 
 handed to anybody until it has returned.
 """
 
+import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,8 +33,16 @@ from lmcache.core.tier_threads import TierThreads
 from lmcache.core.tier_url import TierSettings
 from lmcache.geometry.hits import longest_hit
 
+log = logging.getLogger("lmcache.server")
+
 PROMOTED_SHARE = 0.5
 """Share of L1 that all promotions together may go for."""
+
+LOOK_AGAIN_SECONDS = 0.25
+"""Lookups that wait for room look for it so often though nothing seems to have happened."""
+
+CLOSE_SECONDS = 10.0
+"""Tiers have so long to close, all together."""
 
 DRAIN_SECONDS = 5.0
 """A stopping server lets its tiers finish what they have begun, and what waits, for so long."""
@@ -60,7 +70,9 @@ class Tiering:
         self._clock = clock
         self._deadline_s = deadline_s
         self._min_speedup = min_speedup
-        self._saving = Saving(cache, self.tiers)
+        self._saving = Saving(cache, self.tiers, self._memory_is_coming)
+        self._room_seen: tuple[int, ...] = ()
+        self._look_again = 0.0
         self._fetches = Fetches()
         self.memory_comes: Callable[[int], bool] = _nothing_comes
         """Whether so many cells have no memory yet, and it is on its way. Set by who puts memory behind the arena."""
@@ -68,6 +80,7 @@ class Tiering:
         """Those that are under way, and those that are over and were not asked for again yet."""
         if self.tiers:
             cache.on_committed = self._saving.committed
+            cache.residents.on_kept = self._saving.kept
 
     # ------------------------------------------------------------------------------------------------------- looking up
 
@@ -143,8 +156,29 @@ class Tiering:
             if not promotion.over and now >= promotion.until:
                 promotion.freeze()
         self._saving.pump()
-        for promotion in list(self._promotions.values()):
-            promotion.pump()  # there may be room now
+        if self._promotions and self._may_have_room(now):
+            short = math.inf
+            for promotion in list(self._promotions.values()):
+                # where there is no room for one, there is none for others that need as much
+                if (needed := promotion.next_cells) < short and not promotion.pump():
+                    short = needed
+
+    def _memory_is_coming(self, cells: int) -> bool:
+        return self.memory_comes(cells)
+
+    def _may_have_room(self, now: float) -> bool:
+        """Whether anything has happened that lookups which wait for room may go on for; looking for it takes long."""
+        counters = self._cache.counters
+        seen = (
+            *(self._cache.allocator.free, self._cache.allocator.backed, self.memory_comes(1)),
+            *(counters.loads_confirmed, counters.tickets_dropped, counters.chunks_aborted),
+            *(sum(not promotion.over for promotion in self._promotions.values()),),
+            *(tier.writable() for tier in self.tiers),
+        )
+        if not self._saving.take_room_made() and seen == self._room_seen and now < self._look_again:
+            return False
+        self._room_seen, self._look_again = seen, now + LOOK_AGAIN_SECONDS
+        return True
 
     @property
     def pause(self) -> float:
@@ -154,6 +188,8 @@ class Tiering:
         now = self._clock()
         ends = [promotion.until for promotion in self._promotions.values() if not promotion.over]
         ends += [now + tier.settings.timeout_s for tier in self.tiers if tier.threads.busy]
+        # they look for room now and then
+        ends += [self._look_again] if ends else []
         # shards wait for a tier that is being left alone
         ends += [now + 1.0] if self._saving.waiting else []
         return max(0.0, min(ends, default=math.inf) - now)
@@ -164,13 +200,27 @@ class Tiering:
         for promotion in self._promotions.values():
             if not promotion.over:
                 promotion.give_up()
-        while self._saving.waiting and time.monotonic() < until and any(tier.usable() for tier in self.tiers):
+        while self._saving.waiting and time.monotonic() < until and any(tier.writable() for tier in self.tiers):
             self.advance()
             time.sleep(0.005)
         for tier in self.tiers:
             tier.threads.close(max(0.1, until - time.monotonic()))
             tier.collect()
-            tier.blobs.tier.close()
+        self._close_tiers()
+
+    def _close_tiers(self) -> None:
+        """Close each, on a thread of its own: one that hangs keeps neither the others nor the process."""
+        closing = [
+            threading.Thread(target=_close, args=(tier,), name=f"lmcache-close-{tier.number}", daemon=True)
+            for tier in self.tiers
+        ]
+        for thread in closing:
+            thread.start()
+        until = time.monotonic() + CLOSE_SECONDS
+        for thread, tier in zip(closing, self.tiers, strict=True):
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                log.warning("the tier %s does not close; the server ends without it", tier.name)
 
     # -------------------------------------------------------------------------------------------------------- reporting
 
@@ -187,12 +237,20 @@ class Tiering:
                 "store": tier.settings.store_policy.value,
                 "codec": tier.settings.codec,
                 "usable": tier.usable(),
+                "writable": tier.writable(),
                 "in_flight": tier.threads.busy,
                 **attrs.asdict(tier.blobs.tier.usage()),
                 "counters": attrs.asdict(tier.counters),
             }
             for tier in self.tiers
         ]
+
+
+def _close(tier: TierInUse) -> None:
+    try:
+        tier.blobs.tier.close()
+    except Exception:
+        log.exception("the tier %s did not close well", tier.name)
 
 
 def _nothing_comes(_: int) -> bool:

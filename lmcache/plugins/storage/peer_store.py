@@ -118,8 +118,8 @@ class PeerStore(BlobStore):
 
     def close(self) -> None:
         """End all conversations."""
+        self._closed = True  # first: whoever has the lock may wait for the other server for long
         with self._lock:
-            self._closed = True
             links, self._links = list(self._links.values()), {}
         for link in links:
             link.close()
@@ -131,7 +131,9 @@ class PeerStore(BlobStore):
     def _link(self, identity: BlobIdentity, deadline: float) -> RemoteLink | None:
         """The conversation about a namespace; None where the other server can have nothing of it."""
         left = deadline - time.monotonic()
-        with self._lock:
+        if not self._lock.acquire(timeout=max(0.0, left)):
+            raise TierError(f"{self._peer.address} has not answered another call that began before")
+        try:
             # a conversation outlives the call that begins it, which may be one that has waited long
             self._patience = max(self._patience, left)
             link = self._links.get(identity.namespace)
@@ -150,6 +152,8 @@ class PeerStore(BlobStore):
                 self._links.pop(next(iter(self._links))).close()
             self._links[identity.namespace] = link
             return link
+        finally:
+            self._lock.release()
 
     def _register(self, identity: BlobIdentity, patience: float) -> RemoteLink | None:
         if identity.geometry is None:

@@ -136,6 +136,8 @@ class Line:
             return not self.connection.can_read()
         except Exception:  # noqa: BLE001 - whatever it is, a new connection is better
             return False
+        finally:
+            self.socket.settimeout(None)  # redis-py leaves what was left when the connection was made
 
     def close(self) -> None:
         """End the connection; further calls of this do nothing."""
