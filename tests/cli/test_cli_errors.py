@@ -24,8 +24,8 @@ USAGE = [
     (
         ["frobnicate"],
         (
-            "lmcache: there is no command 'frobnicate'; commands are server, ping, status, pin, unpin, wait-idle, "
-            "keys, plugins, engines, tier, demo, geometry, simulate, bench"
+            "lmcache: there is no command 'frobnicate'; commands are server, ping, status, metrics, pin, unpin, "
+            "wait-idle, keys, plugins, engines, tier, demo, geometry, simulate, bench"
         ),
     ),
     (
