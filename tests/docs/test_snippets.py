@@ -17,6 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,7 +118,8 @@ def _commands(block: Block) -> Iterator[Command]:
 BLOCKS = [block for page in PAGES for block in _blocks(page)]
 COMMANDS = [command for block in BLOCKS if block.language in {"bash", "console"} for command in _commands(block)]
 SERVERS = [command for command in COMMANDS if command.words[:2] == ["lmcache", "server"] and not command.expected]
-OTHERS = [command for command in COMMANDS if command.words[0] == "lmcache" and command not in SERVERS]
+EXPORTERS = [c for c in COMMANDS if c.words[:2] == ["lmcache", "metrics"] and "--once" not in c.words]
+OTHERS = [c for c in COMMANDS if c.words[0] == "lmcache" and c not in SERVERS and c not in EXPORTERS]
 VLLM = [command for command in COMMANDS if command.words[:2] == ["vllm", "serve"]]
 PYTHON = [block for block in BLOCKS if block.language == "python" and not block.text.startswith("def lmcache_")]
 
@@ -141,7 +143,7 @@ def test_every_block_says_what_language_it_is():
 
 
 def test_every_command_is_run_or_excused_aloud():
-    covered = [*SERVERS, *OTHERS, *VLLM]
+    covered = [*SERVERS, *EXPORTERS, *OTHERS, *VLLM]
     unknown = [
         str(command)
         for command in COMMANDS
@@ -216,6 +218,19 @@ def test_the_size_that_is_written_is_taken_or_refused_with_what_to_ask_for(size,
     )
 
 
+# ---------------------------------------------------------------------------------------------------- lmcache metrics
+
+
+@pytest.mark.parametrize("command", _named(EXPORTERS))
+def test_an_exporter_serves_and_ends_well(command, start, server):
+    assert not {"--port", "--listen"} & set(command.words), "ports of such commands are put in here"
+    exporter = start("metrics", *command.words[2:], "--port", server.split(":")[1], "--listen", "0")
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(exporter.address) as answer:
+        assert b"\nlmcache_up 1.0\n" in answer.read()
+    assert exporter.end() == (0, "")
+
+
 # ------------------------------------------------------------------------------------------------------ other commands
 
 
@@ -233,7 +248,7 @@ def _run(words: list[str], timeout: float = 170) -> subprocess.CompletedProcess[
     )
 
 
-TALKING = ("ping", "status", "wait-idle")
+TALKING = ("ping", "status", "metrics", "wait-idle")
 """Commands that ask a server."""
 
 
