@@ -3,6 +3,7 @@
 {drawing} NAME          docs/drawings/NAME.svg, inline, so that it follows the theme's colours
 {options} COMMAND       the options of `lmcache COMMAND`
 {counters}, {gauges}    the numbers of core/metrics.py
+{metric-families}       what `lmcache metrics` exports
 {docstring} MODULE      a module's docstring, which is Markdown
 {extra-config}          the keys of the vLLM connector
 {tier-options} SCHEME   a storage tier's own options, and its secrets
@@ -116,6 +117,18 @@ class Gauges(_FromCode):
         return _table(("gauge", "unit", "what it tells"), ((f"`{name}`", *meaning) for name, meaning in GAUGES.items()))
 
 
+class MetricFamilies(_FromCode):
+    """What monitoring systems are told."""
+
+    def lines(self) -> Iterator[str]:
+        """A table with a row for each family of metrics."""
+        from lmcache.cli.metric_families import FAMILIES
+
+        labels = {each.name: ", ".join(f"`{label}`" for label in each.labels) for each in FAMILIES}
+        rows = ((f"`{each.name}`", each.kind, labels[each.name], each.sentence) for each in FAMILIES)
+        return _table(("metric", "kind", "labels", "what it tells"), rows)
+
+
 class Docstring(_FromCode):
     """A module's docstring without its first sentence, which the page's own words replace."""
 
@@ -196,6 +209,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
         ("counters", Counters),
         ("tier-counters", TierCounters),
         ("gauges", Gauges),
+        ("metric-families", MetricFamilies),
         ("docstring", Docstring),
         ("extra-config", ExtraConfig),
         ("adapters", Adapters),

@@ -20,7 +20,7 @@ COMMANDS: Mapping[str, str] = {
     "server": "Run the cache server.",
     "ping": "Ask a server whether it answers, and how fast.",
     "status": "Show what a server holds and has done.",
-    "metrics": "Serve a server's figures to Prometheus.",
+    "metrics": "Serve what a server reports to Prometheus.",
     "pin": "Keep a prompt's stored chunks for a while, whatever comes.",
     "unpin": "End a pin before its time.",
     "wait-idle": "Wait until no store is in flight on a server.",

@@ -1,56 +1,72 @@
-"""`lmcache metrics`: a server's figures for Prometheus, from a process of its own beside it."""
+"""`lmcache metrics`: what a server reports, for Prometheus and its kin, served by a process beside it."""
 
-import contextlib
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import signal
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
 
+import attrs
 import click
+from click.core import ParameterSource
 
 from lmcache.cli.options import address_text, server_address
 from lmcache.errors import ConfigError, with_extra
 
 if TYPE_CHECKING:
-    import threading
-    from wsgiref.simple_server import WSGIServer
-
     from prometheus_client import CollectorRegistry
 
-SCRAPE_SECONDS = 5.0
-"""A server that has not answered by then is away: Prometheus itself waits ten seconds, as a rule."""
+    from lmcache.cli.metric_families import Report
+    from lmcache.cli.scraping import MetricsServer
 
 
-@click.command(short_help="Serve a server's figures to Prometheus.")
+@attrs.frozen
+class ListenAddress:
+    """Where metrics are served."""
+
+    host: str
+    port: int
+
+
+def listen_address(text: str) -> ListenAddress:
+    """Read `[HOST:]PORT`, an IPv6 host in brackets; anything else fails with what to write instead."""
+    found = re.fullmatch(r"(?:(?:\[([0-9a-fA-F:.]+)\]|([^\s:/\[\]]+)):)?([0-9]{1,5})", text)
+    if not found or int(found[3]) > 65535:
+        raise click.BadParameter(
+            f"{text!r} is not [HOST:]PORT; write something like 9555, 127.0.0.1:9555 or [::1]:9555; 0 is any free port"
+        )
+    return ListenAddress(found[1] or found[2] or "127.0.0.1", int(found[3]))
+
+
+@click.command(short_help="Serve what a server reports to Prometheus.")
 @server_address
 @click.option(
     "--listen",
-    metavar="[HOST:]PORT",
+    type=listen_address,
     default="127.0.0.1:9555",
     show_default=True,
-    help="Where Prometheus finds them, at /metrics; without a host on this host only, port 0 takes any free one. "
-    "Whoever reaches the address can read them.",
+    metavar="[HOST:]PORT",
+    help="Where metrics are served, without a password: on loopback unless a host is named. Port 0 takes any free one.",
 )
-@click.option("--once", is_flag=True, help="Print them once, and end.")
-def metrics(host: str, port: int, keys: str | None, listen: str, *, once: bool) -> None:
-    """Serve what `lmcache status` shows to Prometheus, until SIGTERM or SIGINT.
+@click.option(
+    "--once", is_flag=True, help="Print the metrics once, and end; exit code 1 if the server does not answer."
+)
+def metrics(host: str, port: int, keys: str | None, listen: ListenAddress, once: bool) -> None:
+    """Serve what `lmcache status` shows as Prometheus metrics, until SIGTERM or SIGINT. Needs prometheus-client.
 
-    Each scrape asks the server. While none answers, lmcache_up is 0 and there is nothing else.
+    The server is asked anew for each scrape. While it does not answer, scrapes are told so by lmcache_up 0.
     """
     _check_extra()
     if once:
         _print(host, port, keys)
-        return
-    where = _listened(listen)
-    told = _told_by_signals()  # before anybody is told that it is there, who might end it at once
-    with _serving(_registry(host, port, keys), *where) as server:
-        at = address_text(where[0], server.server_port)
-        click.echo(f"lmcache metrics of {address_text(host, port)} ready on http://{at}/metrics")
-        told.wait()
+    else:
+        _check_address(host, keys)
+        _serve(listen, host, port, keys)
 
 
 def _check_extra() -> None:
     try:
-        import prometheus_client  # noqa: F401 - to say at once that it is missing
+        import prometheus_client  # noqa: F401  # whether it is there
     except ImportError as error:
         raise ConfigError(
             f"lmcache metrics needs prometheus-client, which cannot be imported: {error}", remedy=with_extra("metrics")
@@ -58,76 +74,62 @@ def _check_extra() -> None:
 
 
 def _print(host: str, port: int, keys: str | None) -> None:
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import generate_latest
 
-    from lmcache.cli.conversation import conversation
-    from lmcache.cli.exposition import ServerMetrics
+    from lmcache.cli.scraping import registry_of
 
-    with conversation(host, port, keys) as (control, _):
-        report = control.status()
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServerMetrics(lambda: report))
-    click.echo(generate_latest(registry).decode(), nl=False)
+    if click.get_current_context().get_parameter_source("listen") is not ParameterSource.DEFAULT:
+        raise ConfigError("--once prints, and --listen serves", remedy="leave one of them out")
+    report = _report(host, port, keys)
+    click.echo(generate_latest(registry_of(lambda: report)), nl=False)
 
 
-def _registry(host: str, port: int, keys: str | None) -> "CollectorRegistry":
-    """What is scraped. Raises ConfigError for an address or keys that cannot be right."""
-    import logging
-
-    from prometheus_client import CollectorRegistry
-
-    from lmcache.cli.exposition import ServerMetrics
-    from lmcache.core.control import Control, ServerAddress, check_host, client_keys
+def _check_address(host: str, keys: str | None) -> None:
+    """ConfigError for what no server could ever be asked with. Whether one is there may change at any time."""
+    from lmcache.core.control import check_host, client_keys
 
     check_host(host)
-    found = client_keys(keys or "")
-
-    def ask() -> dict[str, Any]:
-        # a conversation each: scrapes may overlap, and one conversation is one thread's
-        with Control(ServerAddress(host, port), SCRAPE_SECONDS, found) as control:
-            return control.status()
-
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServerMetrics(ask))
-    return registry
+    client_keys(keys or "")
 
 
-def _listened(listen: str) -> tuple[str, int]:
-    """Host and port of `--listen`."""
-    found = re.fullmatch(r"(?:(?P<host>[^:\[\]]+|\[[0-9a-fA-F:.]+\]):)?(?P<port>\d{1,5})", listen)
-    if found is None or int(found["port"]) > 65535:
-        raise ConfigError(
-            f"--listen {listen!r} is no address to listen on", remedy="write PORT, HOST:PORT or [HOST]:PORT, like 9555"
-        )
-    return (found["host"] or "127.0.0.1").strip("[]"), int(found["port"])
+def _report(host: str, port: int, keys: str | None) -> "Report":
+    """One conversation: they are not for several threads, and each ends within its deadline."""
+    from lmcache.cli.conversation import conversation
+
+    with conversation(host, port, keys) as (control, _):
+        return control.status()
 
 
-@contextlib.contextmanager
-def _serving(registry: "CollectorRegistry", host: str, port: int) -> "Iterator[WSGIServer]":
-    from prometheus_client import start_http_server
+def _serve(listen: ListenAddress, host: str, port: int, keys: str | None) -> None:
+    from lmcache.cli.lasting import say, start_logging
+    from lmcache.cli.scraping import LOGGER, PATH, Scraper, registry_of
+
+    start_logging("info")
+    ends = (signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # in threads to come as well, so that it is we who take them below
+    server = address_text(host, port)
+    with _open(listen, registry_of(Scraper(server, partial(_report, host, port, keys)))) as web:
+        thread = threading.Thread(target=web.serve_forever, name="lmcache-metrics")
+        thread.start()
+        try:
+            address = address_text(listen.host, web.port)
+            say(f"lmcache metrics ready on http://{address}{PATH}: the server at {server}", LOGGER)
+            signal.sigwait(ends)
+        finally:
+            web.shutdown()
+            thread.join()
+
+
+def _open(listen: ListenAddress, registry: "CollectorRegistry") -> "MetricsServer":
+    from lmcache.cli.scraping import MetricsServer
 
     try:
-        server, thread = start_http_server(port, host, registry)
+        return MetricsServer(listen.host, listen.port, registry)
     except OSError as error:
-        raise ConfigError(
-            f"--listen {address_text(host, port)} cannot be had: {error.strerror or error}",
-            remedy="give another port, or a host that is one of this machine's",
-        ) from error
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        import errno
+        import socket
 
+        from lmcache.core.listeners import cannot_listen
 
-def _told_by_signals() -> "threading.Event":
-    """What SIGTERM and SIGINT set from now on."""
-    import signal
-    import threading
-
-    told = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: told.set())
-    return told
+        number = errno.ENODEV if isinstance(error, socket.gaierror) else error.errno or 0
+        raise cannot_listen(listen.host, listen.port, number, "--listen", "--listen") from error

@@ -10,6 +10,7 @@ import attrs
 import click
 from click.core import ParameterSource
 
+from lmcache.cli.lasting import say, start_logging
 from lmcache.cli.options import (
     NumberRange,
     PathName,
@@ -243,7 +244,7 @@ def server(
         l2_deadline_s=l2_deadline_s,
         l2_min_speedup=l2_min_speedup,
     )
-    _start_logging(log_level)
+    start_logging(log_level)
     chosen = Chosen(plugin_names, eviction_policy, admission, retention, tiers)
     _serve(config, chosen, record, record_mb << 20)
 
@@ -262,12 +263,6 @@ def _check_recording(record: str | None, record_mb: int) -> None:
             f"--record-mb {record_mb} bounds a recording, and no --record asks for one",
             remedy="add --record FILE, or leave --record-mb out",
         )
-
-
-def _start_logging(level: str) -> None:
-    import logging
-
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 @attrs.frozen
@@ -294,7 +289,7 @@ def _serve(config: "ServerConfig", chosen: Chosen, record: str | None, record_by
         tiers = [(tier.blobs, tier.settings) for tier in map(plugins.open_tier, chosen.tiers)]
         running = Server(config, policy, recorder, speakers, tiers, observer)
         _stop_on_signals(running)
-        _say(_ready_line(running, policy.name))
+        say(_ready_line(running, policy.name), "lmcache.server")
         _run(running, plugins, observer)
 
 
@@ -349,19 +344,6 @@ def _stop_on_signals(running: "Server") -> None:
         signal.signal(number, stop)
     # a signal that comes to another thread, or just before the loop starts to wait, does not end the wait by itself
     signal.set_wakeup_fd(running.wake_descriptor, warn_on_full_buffer=False)
-
-
-def _say(line: str) -> None:
-    """Print a line that nobody needs: standard output may be a file on a disk that is full, and the server serves."""
-    import logging
-
-    try:
-        click.echo(line)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or it would be tried again at the end
-        logging.getLogger("lmcache.server").warning("standard output takes nothing (%s): %s", error.strerror, line)
 
 
 def _ready_line(running: "Server", policy: str) -> str:

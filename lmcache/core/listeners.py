@@ -46,20 +46,24 @@ def bind_tcp(sock: "zmq.Socket[bytes]", host: str, port: int, option: str) -> in
     try:
         sock.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
     except zmq.ZMQError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {_why_not(host, error.errno or 0)}",
-            remedy=_INSTEAD.get(error.errno or 0, "stop what uses the port, or choose another with {option}").format(
-                option=option
-            ),
-        ) from error
+        raise cannot_listen(host, port, error.errno or 0, option) from error
     return int(sock.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
 
-_OF_THIS_HOST = "give --host one that `ip address` lists, or 0.0.0.0 for all of them"
+def cannot_listen(host: str, port: int, number: int, port_option: str, host_option: str = "--host") -> ConfigError:
+    """What to raise when the system refuses an address with error `number`; the options say where to name another."""
+    remedy = _INSTEAD.get(number, "stop what uses the port, or choose another with {port_option}")
+    return ConfigError(
+        f"cannot listen on {host}:{port}: {_why_not(host, number)}",
+        remedy=remedy.format(port_option=port_option, host_option=host_option),
+    )
+
+
+_OF_THIS_HOST = "give {host_option} one that `ip address` lists, or 0.0.0.0 for all of them"
 _INSTEAD = {
     errno.EADDRNOTAVAIL: _OF_THIS_HOST,
     errno.ENODEV: _OF_THIS_HOST,
-    errno.EACCES: "choose one from 1024 on with {option}",
+    errno.EACCES: "choose one from 1024 on with {port_option}",
 }
 """Remedies for what is no matter of a port that is taken."""
 

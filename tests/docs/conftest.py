@@ -1,5 +1,6 @@
 """What tests of the docs share: a real server, and the built site."""
 
+import functools
 import os
 import re
 import signal
@@ -13,12 +14,12 @@ import attrs
 import pytest
 
 ROOT = Path(__file__).parents[2]
-READY = re.compile(r"lmcache server ready on (127\.0\.0\.1:\d+): .*\n")
+READY = re.compile(r"lmcache \w+ ready on (127\.0\.0\.1:\d+|http://\S+): .*\n")
 
 
 @attrs.frozen
-class RunningServer:
-    """A server process that has said that it is ready."""
+class Running:
+    """A server, or what serves its metrics, that has said that it is ready."""
 
     process: subprocess.Popen[str]
     address: str
@@ -30,12 +31,12 @@ class RunningServer:
         return self.process.returncode, log
 
 
-StartServer = Callable[..., RunningServer]
+Start = Callable[..., Running]
 
 
-def _start(arguments: Sequence[str], folder: Path, more: Mapping[str, str]) -> RunningServer:
+def _start(command: str, arguments: Sequence[str], folder: Path, more: Mapping[str, str]) -> Running:
     process = subprocess.Popen(
-        [sys.executable, "-m", "lmcache", "server", *arguments],
+        [sys.executable, "-m", "lmcache", command, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONWARNINGS": "error", **more},
         stdout=subprocess.PIPE,
@@ -43,7 +44,7 @@ def _start(arguments: Sequence[str], folder: Path, more: Mapping[str, str]) -> R
         text=True,
     )
     assert process.stdout
-    watchdog = threading.Timer(60, process.kill)  # a server that says nothing must not hang the test
+    watchdog = threading.Timer(60, process.kill)  # one that says nothing must not hang the test
     watchdog.start()
     line = process.stdout.readline()
     watchdog.cancel()
@@ -51,29 +52,35 @@ def _start(arguments: Sequence[str], folder: Path, more: Mapping[str, str]) -> R
     ready = READY.fullmatch(line)
     if ready is None:
         process.kill()
-        pytest.fail(f"the server said {line!r} and {process.communicate()[1]!r}")
-    return RunningServer(process, ready[1])
+        pytest.fail(f"lmcache {command} said {line!r} and {process.communicate()[1]!r}")
+    return Running(process, ready[1])
 
 
 @pytest.fixture
-def start_server() -> Iterator[StartServer]:
-    """Start `lmcache server ARGUMENTS` in a folder; whatever the test leaves running is ended."""
-    servers: list[RunningServer] = []
+def start() -> Iterator[Start]:
+    """Start `lmcache COMMAND ARGUMENTS` in a folder; whatever the test leaves running is ended."""
+    running: list[Running] = []
 
-    def start(*arguments: str, folder: Path = ROOT, **environment: str) -> RunningServer:
-        servers.append(_start(arguments, folder, environment))
-        return servers[-1]
+    def start(command: str, *arguments: str, folder: Path = ROOT, **environment: str) -> Running:
+        running.append(_start(command, arguments, folder, environment))
+        return running[-1]
 
     yield start
-    for server in servers:
-        if server.process.poll() is None:
-            server.end()
+    for each in running:
+        if each.process.poll() is None:
+            each.end()
+
+
+@pytest.fixture
+def start_server(start: Start) -> Start:
+    """The same for `lmcache server`."""
+    return functools.partial(start, "server")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The address of a small server."""
-    running = _start(["--port", "0", "--l1-size-gb", "0.125"], ROOT, {})
+    running = _start("server", ["--port", "0", "--l1-size-gb", "0.125"], ROOT, {})
     yield running.address
     running.end()
 

@@ -13,6 +13,7 @@ import pytest
 
 from lmcache import errors
 from lmcache.cli.main import COMMANDS
+from lmcache.cli.metric_families import FAMILIES
 from lmcache.core import hookspecs, protocol
 from lmcache.core.adapter import Validation
 from lmcache.core.metrics import GAUGES, Counters
@@ -102,6 +103,34 @@ def test_the_reference_has_every_number(site):
     text = (site / "reference" / "metrics.html").read_text()
     names = [*GAUGES, *(field.name for field in attrs.fields(Counters))]
     assert [name for name in names if f">{name}<" not in text] == []
+
+
+def test_the_page_on_monitoring_has_every_metric_and_asks_for_no_other(site):
+    text = (site / "operations" / "monitoring.html").read_text()
+    names = {family.name for family in FAMILIES}
+    assert {name for name in names if f">{name}<" not in text} == set()
+    page = (ROOT / "docs" / "operations" / "monitoring.md").read_text()
+    asked = set(re.findall(r"\blmcache_\w+", page)) - {"lmcache_"}
+    assert len(asked) > 15
+    assert asked - names == set()
+
+
+def test_the_configuration_of_prometheus_is_yaml():
+    yaml = pytest.importorskip("yaml", reason="comes with what builds the docs")
+    page = (ROOT / "docs" / "operations" / "monitoring.md").read_text()
+    scraping, alerts = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    (job,) = scraping["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [_default("metrics", "listen")]}]
+    (group,) = alerts["groups"]
+    explained = re.findall(r"(?m)^(Lmcache\w+)\n: ", page)
+    assert [rule["alert"] for rule in group["rules"]] == explained
+    assert f'up{{job="{job["job_name"]}"}}' in group["rules"][0]["expr"]
+
+
+def _default(command: str, name: str) -> object:
+    module = importlib.import_module(f"lmcache.cli.{command}")
+    (found,) = [parameter.default for parameter in getattr(module, command).params if parameter.name == name]
+    return found
 
 
 def test_the_reference_has_every_error(pages, site):
