@@ -4,6 +4,7 @@ Exit codes: 0 done · 1 it failed (no server, too little memory, a bug) · 2 it 
 plugin) · 130 interrupted. A traceback is shown only with `--debug`.
 """
 
+import errno
 import importlib
 import os
 import signal
@@ -153,6 +154,8 @@ def _line(error: Exception, command: str = "lmcache") -> str:
         text = str(error)
     elif isinstance(error, click.ClickException):
         text = _usage(error, command)
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        text = "standard output takes no more: no space is left there; give it room, or another place"
     else:
         text = f"internal error: {type(error).__name__}: {error}; run `lmcache --debug …` and report the traceback"
     return f"lmcache: {' '.join(text.split())}"

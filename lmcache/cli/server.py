@@ -223,7 +223,10 @@ def server(
     record_mb: int,
     log_level: str,
 ) -> None:
-    """Run the cache server until SIGTERM or SIGINT, which let stores in flight finish; a second one ends it at once."""
+    """Run the cache server until SIGTERM or SIGINT, which let stores in flight finish; a second one ends it at once.
+
+    SIGHUP, as of a terminal that is closed, is one of them, unless it is ignored.
+    """
     from lmcache.core.config import KIB, ServerConfig
 
     _check_recording(record, record_mb)
@@ -342,6 +345,8 @@ def _stop_on_signals(running: "Server") -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup means what it says
+        signal.signal(signal.SIGHUP, stop)
     # a signal that comes to another thread, or just before the loop starts to wait, does not end the wait by itself
     signal.set_wakeup_fd(running.wake_descriptor, warn_on_full_buffer=False)
 

@@ -99,7 +99,7 @@ def _tiers(report: Mapping[str, Any]) -> "Iterable[Table]":
         counters = each["counters"]
         table.add_row(
             each["tier"],
-            _WORKS[each["usable"], each["writable"]],
+            _WORKS[each["usable"], each["writable"]] + (f": {each['trouble']}" if each["trouble"] else ""),
             "" if each["bytes"] is None else size_text(each["bytes"]),
             *(str(counters[name]) for name in ("stored", "loaded", "lost", "errors", "timeouts", "damaged")),
         )

@@ -153,7 +153,9 @@ class Client:
 
     def _failed(self, error: LMCacheError) -> None:
         if str(error) != str(self._why):  # one line a cause, not one an attempt
-            log.warning("lmcache (%s) is not used until it is there: %s", self.engine.role.value, error)
+            absent = isinstance(error, ServerUnavailable)
+            why = "until it is there" if absent else "for the server refuses this engine"
+            log.warning("lmcache (%s) is not used %s: %s", self.engine.role.value, why, error)
         self._why = error
 
     def _refused(self, error: ProtocolError) -> None:

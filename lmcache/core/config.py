@@ -139,6 +139,13 @@ class ServerConfig:
         return bool(self.keys) or self.insecure or self.bulk_port is not None
 
     def _check_limits(self) -> None:
+        for tenant, size in self.quotas.items():
+            if size > self.l1_bytes:
+                raise ConfigError(
+                    f"--quota {tenant}={size / GIB:g} is more than L1 has ({self.l1_bytes / GIB:g} GB): "
+                    "it limits nothing",
+                    remedy=f"write --quota {tenant}=20% for a share of L1, or a number of GB below it",
+                )
         for flag, limits in (("--quota", self.quotas), ("--guarantee", self.guarantees)):
             for tenant, size in limits.items():
                 if size < self.cell_bytes:

@@ -13,6 +13,7 @@ the cache, and cannot pose as the server. Both are secret, and their values are 
 In a server's file `client = …` may stand several times: one line a client that is let in.
 """
 
+import logging
 import os
 from pathlib import Path
 
@@ -20,6 +21,8 @@ import attrs
 import zmq
 
 from lmcache.errors import ConfigError
+
+log = logging.getLogger("lmcache.server")
 
 VARIABLE = "LMCACHE_KEYS"
 """The environment variable that names a client's file, or its folder, where nothing else does."""
@@ -97,6 +100,8 @@ def new_keys(folder: Path) -> tuple[Path, Path]:
 def read_server_keys(path: str) -> ServerKeys:
     """A server's keys from its file, or from the folder that holds it. Raises ConfigError."""
     file, lines = _read(path, SERVER_FILE, "server", {"public", "secret", "client"})
+    if file.stat().st_mode & 0o077:
+        log.warning("%s can be read by others, who could pose as this server; chmod 600 it", file)
     clients = frozenset(_binary(key) for key in lines["client"])
     return ServerKeys(_single(file, lines, "public"), _single(file, lines, "secret"), clients)
 

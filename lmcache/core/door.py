@@ -108,8 +108,8 @@ class Knock:
             what = f"what listens at {self._where} did not answer as an lmcache server: it ended the handshake"
             return ServerUnavailable(
                 what,
-                remedy="if it wants keys, give its client.key with --keys, LMCACHE_KEYS or lmcache.mp.keys; else it is "
-                "another program (choose another --port)",
+                remedy="if it wants keys, give its client.key with --keys, LMCACHE_KEYS or lmcache.mp.keys, of a tier "
+                "with peer://…?keys=PATH; else it is another program",
             )
         what = f"what listens at {self._where} is no lmcache server with the keys that {self._source} is for"
         return ServerUnavailable(

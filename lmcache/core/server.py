@@ -77,6 +77,9 @@ DRAIN_SECONDS = 2.0
 TCP_MESSAGES_A_TURN = 8
 """Messages that are answered on TCP before the Unix connections have their turn."""
 
+TOLD_REFUSALS = 100
+"""Engines that were refused, of which the log has a line: anybody may ask with any words."""
+
 ACCEPT_PAUSE_SECONDS = 1.0
 """Pause after a client could not be accepted, for want of descriptors as a rule."""
 
@@ -110,6 +113,7 @@ class Server:
         self._behind: dict[int, Connection] = {}
         """Connections with messages that wait for their next turn."""
         self._accept_again = 0.0
+        self._refusals: set[str] = set()
         self._admitted: deque[Connection] = deque()
         """Clients of the gateway that the loop has not taken in yet."""
         with contextlib.ExitStack() as opened:
@@ -480,12 +484,21 @@ class Server:
             return None if reply is None else (reply, encode(reply))
         except Refused as error:
             counters.requests_refused += 1
+            if isinstance(request, Register) and error.code != ErrorCode.STOPPING:
+                self._tell_refused(request, error)
             reply = Error(request.id, error.code, error.args[0], error.remedy)
         except Exception as error:  # whatever it is, it is logged in full, counted, and answered
             counters.internal_errors += 1
             log.exception("%s failed", type(request).__name__)
             reply = Error(request.id, ErrorCode.INTERNAL, f"{type(error).__name__}: {error}", "see the server's log")
         return reply, encode(reply)
+
+    def _tell_refused(self, request: Register, error: Refused) -> None:
+        """Once for each engine and reason: it tries again and again, and whoever reads this may not see its log."""
+        text = f"{request.facts.get('model', '') or 'an engine'} ({request.role.value}) is refused: {error}"
+        if text not in self._refusals and len(self._refusals) < TOLD_REFUSALS:
+            self._refusals.add(text)
+            log.warning("%s", text)
 
     def _end(self, connection: Connection, reason: str) -> None:
         if self._connections.pop(connection.owner, None) is None:

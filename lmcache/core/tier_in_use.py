@@ -82,6 +82,8 @@ class TierInUse:
         self._clock = clock
         self._spaces: dict[bytes, tuple[bytes, dict[str, str]]] = {}
         self._logged: set[str] = set()
+        self.trouble = ""
+        """What the last failure said; empty once something of the kind has worked again."""
         self._read_speed = 0.0
         """Bytes a second of one thread, over the last reads."""
         self._estimates = 0
@@ -259,7 +261,8 @@ class TierInUse:
             self.counters.timeouts += 1
             for breaker in (self._searching, self._loading, self._saving):
                 breaker.failed(now)
-            self._tell_once(f"a call has not come back after {self.settings.timeout_s:g} s")
+            self.trouble = f"a call has not come back after {self.settings.timeout_s:g} s"
+            self._tell_once(self.trouble)
         some = False
         for call in self.threads.finished():
             some = True
@@ -274,9 +277,12 @@ class TierInUse:
     def _failed(self, error: Exception, breaker: CircuitBreaker) -> None:
         self.counters.errors += 1
         breaker.failed(self._clock())
-        self._tell_once(str(error) or type(error).__name__)
+        self.trouble = str(error) or type(error).__name__
+        self._tell_once(self.trouble)
 
     def _works(self, breaker: CircuitBreaker) -> None:
+        if breaker.failures:
+            self.trouble = ""
         if breaker.failures >= FAILURES:
             log.info("the tier %s works again", self.name)
             self._logged.clear()  # what ends and comes back is said again

@@ -238,6 +238,7 @@ class Tiering:
                 "codec": tier.settings.codec,
                 "usable": tier.usable(),
                 "writable": tier.writable(),
+                "trouble": tier.trouble,
                 "in_flight": tier.threads.busy,
                 **attrs.asdict(tier.blobs.tier.usage()),
                 "counters": attrs.asdict(tier.counters),

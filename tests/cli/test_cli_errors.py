@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -404,3 +405,14 @@ def test_a_reader_that_has_had_enough_is_no_error(tmp_path) -> None:
 
     assert re.fullmatch("(0|141)\n", done.stdout)
     assert done.stderr == ""
+
+
+def test_output_that_has_no_room_is_no_fault_of_ours(lmcache) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lmcache", "engines"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "lmcache: standard output takes no more: no space is left there; give it room, or another place\n"
+    )

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from core_stand import PATIENCE_S, PATIENT
+from core_stand import PATIENCE_S, PATIENT, wait_until
 
 from lmcache import __version__
 from lmcache.cli.options import size_text
@@ -337,3 +337,37 @@ def test_a_running_server_has_loaded_neither_engine_nor_numpy_nor_what_is_dear(s
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in err.splitlines()}
     assert {"lmcache", "zmq", "msgspec"} <= loaded
     assert loaded.isdisjoint({"torch", "vllm", "sglang", "tensorrt_llm", "numpy", "rich", "prometheus_client"})
+
+
+@pytest.mark.parametrize("quota", ["team=2", "team=200%", "*=1.5"])
+def test_a_quota_that_limits_nothing_is_refused(lmcache, quota: str) -> None:
+    done = lmcache("server", "--port", "0", "--l1-size-gb", "1", "--quota", quota)
+    assert done.returncode == 2
+    assert "is more than L1 has (1 GB): it limits nothing; write --quota" in done.stderr
+
+
+def test_a_terminal_that_is_closed_ends_the_server_as_any_signal_does(start_server) -> None:
+    assert start_server().end(signal.SIGHUP)[0] == 0
+
+
+def test_keys_that_others_can_read_are_warned_of(lmcache, start_server, tmp_path: Path) -> None:
+    assert lmcache("keys", "new", str(tmp_path / "keys")).returncode == 0
+    for mode, warned in ((0o600, 0), (0o640, 1)):
+        (tmp_path / "keys" / "server.key").chmod(mode)
+        _, _, err = start_server("--keys", str(tmp_path / "keys")).end()
+        assert err.count("server.key can be read by others") == warned
+
+
+def test_an_engine_that_is_refused_is_told_of_in_the_server_s_log_once(start_server) -> None:
+    server = start_server("--chunk-size", "100")
+    geometry = Geometry((KVGroup(GroupKind.FULL, 128, (4096,)),))
+    told: list[Exception] = []
+    for _ in range(2):
+        engine = Engine({"model": "org/model"}, geometry, Role.WORKER)
+        client = Client(ServerAddress(port=server.port), engine, ClientSettings(retry_min=0.01), told.append)
+        client.start(0)
+        wait_until(lambda: told)
+        client.close()
+        told.clear()
+    _, _, err = server.end()
+    assert err.count("WARNING lmcache.server: org/model (worker) is refused: chunk size 100") == 1

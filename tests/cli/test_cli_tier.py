@@ -170,3 +170,12 @@ def test_what_is_no_tier_is_said_in_one_line(lmcache, tmp_path: Path) -> None:
         assert done.returncode == 2
         assert done.stderr.startswith(f"lmcache: {says}")
         assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("command", [("tier", "ls"), ("server", "--port", "0", "--l2")])
+def test_secrets_in_an_endpoint_are_refused_and_not_repeated(lmcache, command: tuple[str, ...], scheme: str) -> None:
+    done = lmcache(*command, f"s3://bucket/p?endpoint={scheme}://user:hunter2@127.0.0.1:1&allow_http=on")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "has a user or a password in its endpoint; leave both out" in done.stderr
+    assert "hunter2" not in done.stderr

@@ -56,6 +56,12 @@ class RemoteTier(ObjectStoreTier):
                 f"--l2 {location} names no bucket", remedy=f"write {location.scheme}://BUCKET, then /PREFIX if you like"
             )
         endpoint = location.options.get("endpoint", "")
+        if "@" in endpoint.partition("://")[2].partition("/")[0]:
+            raise ConfigError(
+                f"--l2 {location} has a user or a password in its endpoint",
+                remedy="leave both out: secrets come from the environment or from a file, options NAME_env and "
+                "NAME_file of the tier",
+            )
         if endpoint.startswith("http://") and not self.is_on("allow_http"):
             raise ConfigError(
                 f"--l2 {location} has the endpoint {endpoint}, which does not encrypt",
