@@ -190,7 +190,7 @@ def in_short(error: BaseException) -> str:
     """An error of obstore on one line, without what only its developers need, and without what may be a secret."""
     text = str(error).partition("\n\nDebug source")[0]
     # of a server's own words the two that say what is wrong: others repeat tokens and keys of the request
-    text = re.sub(r"<Error>.*", _code_and_message, text, flags=re.DOTALL)
+    text = re.sub(r"(<\?xml[^>]*>\s*)?<Error>.*", _code_and_message, text, flags=re.DOTALL)
     text = re.sub(r"(?<=://)[^\s/?]*@", "", text)
     text = re.sub(r"\?[^\s\"'<>)]*", "", text)  # signatures of Azure travel in the query
     text = " ".join(text.split()) or type(error).__name__

@@ -16,7 +16,7 @@ from lmcache.core.tier import TierLocation
 from lmcache.errors import ConfigError, TierError
 from lmcache.plugins.manager import PluginManager
 from lmcache.plugins.storage.object_store import AzureTier, FolderTier, GoogleTier, S3Tier
-from lmcache.plugins.storage.object_store_tier import ObjectStoreTier
+from lmcache.plugins.storage.object_store_tier import ObjectStoreTier, in_short
 
 pytestmark = pytest.mark.usefixtures("object_store_runtime")
 
@@ -288,3 +288,12 @@ for kind, location in ((object_store.S3Tier, TierLocation("s3", "b")), folder):
         "ConfigError --l2 file:/// needs obstore, which is not installed; install this lmcache with its extra `s3`: in "
         "its checkout, pip install '.[s3]'\n"
     )
+
+
+def test_of_a_server_s_own_words_only_those_are_told_that_say_what_is_wrong() -> None:
+    body = (
+        '<?xml version="1.0"?><Error><Code>ExpiredToken</Code><Message>The token has expired.</Message>'
+        "<Token-0>SESSION-SECRET</Token-0>\n<RequestId>7</RequestId></Error>"
+    )
+    text = in_short(RuntimeError(f"Client error with status 400: {body}\n\nDebug source:\nX"))
+    assert text == "Client error with status 400: ExpiredToken: The token has expired."

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ from core_stand import PATIENCE_S, wait_until
 from reference_stand import RunningServer, assert_same, prompt, start
 
 from lmcache.cli.status import status
+from lmcache.core.blob import BlobIdentity
 from lmcache.core.control import Control, ServerAddress
 from lmcache.core.curve import new_keys
+from lmcache.core.keys import ChainHash
 from lmcache.engines.reference.demo import expected_hit
 from lmcache.engines.reference.engine import Engine
 from lmcache.engines.reference.shapes import GEOMETRIES
-from lmcache.errors import ConfigError
+from lmcache.errors import ConfigError, TierError
 from lmcache.plugins.manager import PluginManager
 
 PROMPT = 700
@@ -218,3 +222,23 @@ def test_what_cannot_work_is_refused_at_start(url: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         PluginManager().open_tier(url)
     assert message in str(error.value)
+
+
+def test_a_call_that_finds_another_one_asking_the_peer_waits_no_longer_than_it_may() -> None:
+    store = PluginManager().open_tier("peer://127.0.0.1:1").blobs
+    identity = BlobIdentity(b"n" * 16, {}, ChainHash(b"c" * 16), 0, 0, "", 64)
+    asking, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with store._lock:
+            asking.set()
+            go_on.wait(60)
+
+    other = threading.Thread(target=hang)
+    other.start()
+    asking.wait(60)
+    with pytest.raises(TierError, match="has not answered another call that began before"):
+        store.contains([identity], time.monotonic() + 0.05)
+    go_on.set()
+    other.join()
+    store.close()

@@ -365,3 +365,14 @@ except Exception as error:
         "ConfigError --l2 redis://localhost needs redis-py, which is not installed; install this "
         "lmcache with its extra `redis`: in its checkout, pip install '.[redis]'\n"
     )
+
+
+def test_a_connection_keeps_the_deadline_of_each_call_and_not_that_of_the_first(
+    server: RedisServer, open_tier: Open
+) -> None:
+    tier = open_tier()
+    key = key_of("patient")
+    tier.store(key, [b"blob"], time.monotonic() + 0.4)  # opens the connection
+    with server.talking() as client:
+        client.execute_command("CLIENT", "PAUSE", "900", "ALL")
+    assert loaded(tier, key, 4) == (4, b"blob")
