@@ -87,14 +87,17 @@ class OnEvict:
         self._target = self._ready
         self._targets: dict[Account, int] = {}
         """Cells that tenants with quotas have been short of."""
+        self._due_accounts: set[Account] = set()
+        """Of those, the ones that something has come or gone of since their victims were looked for last."""
         self.room_made = False
         """Whether anything that had to be written has been since this was last set to False."""
         cache.residents.unsaved = self._unsaved
         cache.on_short = self._short
 
-    def committed(self) -> None:
+    def committed(self, node: Node) -> None:
         """Something is in L1 that was not there before."""
         self._due = True
+        self._changed(node)
         self._target = max(self._ready, self._target * 3 // 4)
 
     def _short(self, account: Account | None = None, cells: int = 0) -> None:
@@ -102,6 +105,7 @@ class OnEvict:
         self._due = True
         if account is not None and account.quota is not None and account.room < cells:
             self._targets[account] = min(account.quota, max(cells, self._targets.get(account, 0)))
+            self._due_accounts.add(account)
         else:
             self._target = min(self._cache.allocator.cells, 2 * self._target)
 
@@ -128,8 +132,16 @@ class OnEvict:
         if not self._memory_comes(self._target):
             self._due = False
             self._make_ready(self._target)
-        for account, cells in self._targets.items():
-            self._make_ready(cells, account)
+        due, self._due_accounts = self._due_accounts, set()
+        for account in due:
+            if account.empty:
+                del self._targets[account]
+            else:
+                self._make_ready(self._targets[account], account)
+
+    def _changed(self, node: Node) -> None:
+        if node.account in self._targets:
+            self._due_accounts.add(node.account)
 
     def _make_ready(self, cells: int, account: Account | None = None) -> None:
         """Start to write what has to go before so many cells can be had, by a tenant of a quota or by any other."""
@@ -151,6 +163,7 @@ class OnEvict:
         self._leaving[node] -= 1
         if not self._leaving[node]:
             self._due = self.room_made = True
+            self._changed(node)
             del self._leaving[node]
             self._cache.let_go(node)
 
@@ -185,7 +198,7 @@ class Saving:
     def committed(self, node: Node, slot: int) -> None:
         """A shard is readable. What is to expire stays in L1: no tier would forget it in time."""
         if self._on_evict:
-            self._on_evict.committed()
+            self._on_evict.committed(node)
         if not node.expires_some_day:
             for each in self._through:
                 each.committed(node, slot)
