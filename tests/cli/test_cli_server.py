@@ -347,7 +347,24 @@ def test_a_quota_that_limits_nothing_is_refused(lmcache, quota: str) -> None:
 
 
 def test_a_terminal_that_is_closed_ends_the_server_as_any_signal_does(start_server) -> None:
-    assert start_server().end(signal.SIGHUP)[0] == 0
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup children are born deaf to it
+    try:
+        server = start_server()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert server.end(signal.SIGHUP)[0] == 0
+
+
+def test_a_server_that_is_to_outlive_its_terminal_does(start_server) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = start_server()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    server.process.send_signal(signal.SIGHUP)
+    with Control(ServerAddress(port=server.port), PATIENCE_S) as control:
+        control.ping()
+    assert server.end()[0] == 0
 
 
 def test_keys_that_others_can_read_are_warned_of(lmcache, start_server, tmp_path: Path) -> None:

@@ -167,13 +167,25 @@ def test_every_make_target_that_is_shown_exists():
 
 def _server_arguments(command: Command) -> list[str]:
     """The command's own, with a small size and a free port."""
-    arguments = command.words[2:]
+    arguments = _scaled_quotas(command.words[2:])
     for option, value in (("--l1-size-gb", "0.125"), ("--port", "0")):
         if option in arguments:
             arguments[arguments.index(option) + 1] = value
         else:
             arguments += [option, value]
     return arguments
+
+
+def _scaled_quotas(arguments: list[str]) -> list[str]:
+    """Quotas in GB as what they are of the L1 that is written, which becomes a small one."""
+    if "--l1-size-gb" not in arguments:
+        return arguments
+    percent = 100 / float(arguments[arguments.index("--l1-size-gb") + 1])
+    quotas = {place + 1 for place, word in enumerate(arguments) if word == "--quota"}
+    return [
+        re.sub(r"=([\d.]+)$", lambda size: f"={float(size[1]) * percent:g}%", word) if place in quotas else word
+        for place, word in enumerate(arguments)
+    ]
 
 
 def _write_files(folder: Path, page: Path) -> None:
