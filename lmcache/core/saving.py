@@ -89,8 +89,8 @@ class OnEvict:
         """Cells that tenants with quotas have been short of."""
         self._due_accounts: set[Account] = set()
         """Of those, the ones that something has come or gone of since their victims were looked for last."""
-        self.room_made = False
-        """Whether anything that had to be written has been since this was last set to False."""
+        self.written = 0
+        """Chunks that may go since all that was written of them has come back."""
         cache.residents.unsaved = self._unsaved
         cache.on_short = self._short
 
@@ -162,7 +162,8 @@ class OnEvict:
     def _written(self, node: Node) -> None:
         self._leaving[node] -= 1
         if not self._leaving[node]:
-            self._due = self.room_made = True
+            self._due = True
+            self.written += 1
             self._changed(node)
             del self._leaving[node]
             self._cache.let_go(node)
@@ -184,12 +185,10 @@ class Saving:
         """Shards that wait to be written."""
         return sum(each.waiting for each in self._through)
 
-    def take_room_made(self) -> bool:
-        """Whether anything may go by now that could not when this was asked last."""
-        if self._on_evict is None or not self._on_evict.room_made:
-            return False
-        self._on_evict.room_made = False
-        return True
+    @property
+    def written(self) -> int:
+        """How often something has come to be free to go, for it is in the tiers by then."""
+        return self._on_evict.written if self._on_evict else 0
 
     def makes_room(self) -> bool:
         """Called by who finds none: whether something is being written that may go afterwards."""

@@ -170,12 +170,17 @@ class Tiering:
         """Whether anything has happened that lookups which wait for room may go on for; looking for it takes long."""
         counters = self._cache.counters
         seen = (
-            *(self._cache.allocator.free, self._cache.allocator.backed, self.memory_comes(1)),
-            *(counters.loads_confirmed, counters.tickets_dropped, counters.chunks_aborted),
-            *(sum(not promotion.over for promotion in self._promotions.values()),),
+            self._cache.allocator.free,
+            self._cache.allocator.backed,
+            self.memory_comes(1),
+            counters.loads_confirmed,
+            counters.tickets_dropped,
+            counters.chunks_aborted,
+            sum(not promotion.over for promotion in self._promotions.values()),
+            self._saving.written,
             *(tier.writable() for tier in self.tiers),
         )
-        if not self._saving.take_room_made() and seen == self._room_seen and now < self._look_again:
+        if seen == self._room_seen and now < self._look_again:
             return False
         self._room_seen, self._look_again = seen, now + LOOK_AGAIN_SECONDS
         return True
@@ -187,9 +192,9 @@ class Tiering:
             return math.inf
         now = self._clock()
         ends = [promotion.until for promotion in self._promotions.values() if not promotion.over]
-        ends += [now + tier.settings.timeout_s for tier in self.tiers if tier.threads.busy]
-        # they look for room now and then
+        # these look for room now and then
         ends += [self._look_again] if ends else []
+        ends += [now + tier.settings.timeout_s for tier in self.tiers if tier.threads.busy]
         # shards wait for a tier that is being left alone
         ends += [now + 1.0] if self._saving.waiting else []
         return max(0.0, min(ends, default=math.inf) - now)

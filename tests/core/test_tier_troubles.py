@@ -104,6 +104,12 @@ class World:
         wait_until(settled)
         self.tiering.advance()
 
+    def go_on(self) -> None:
+        """A moment, in which what waits may go on waiting."""
+        for _ in range(20):
+            self.tiering.advance()
+            time.sleep(0.001)
+
     def hit(self, hashes: Sequence[ChainHash]) -> int:
         """Chunks of the hit, once it is final."""
         answer = self.tiering.lookup(Asked(1, self.space, hashes, len(hashes) * CHUNK, "", NO_HINTS))
@@ -163,9 +169,7 @@ def test_a_tier_that_takes_nothing_gives_what_it_has(tier: FickleTier) -> None:
     tier.failing = {"store"}
     for number in range(6):
         world.store(prompt(f"new {number}"))
-        for _ in range(20):
-            world.tiering.advance()
-            time.sleep(0.001)
+        world.go_on()
     [report] = world.tiering.report()
     assert (report["usable"], report["writable"]) == (True, False)
     world.cache.on_committed = None
@@ -317,9 +321,7 @@ def test_what_fails_anew_after_it_has_worked_is_said_anew(tier: FickleTier, capl
             tier.failing = {"store"}
             for number in range(4):
                 world.store(prompt(f"{round_number} {number}"))
-                for _ in range(20):
-                    world.tiering.advance()
-                    time.sleep(0.001)
+                world.go_on()
             assert not world.tiering.tiers[0].writable()
             tier.failing = set()
             later[0] += 60
@@ -327,4 +329,17 @@ def test_what_fails_anew_after_it_has_worked_is_said_anew(tier: FickleTier, capl
             world.settle()
     assert caplog.text.count("this tier does not store") == 2
     assert caplog.text.count("the tier t0:// works again") == 2
+    world.close()
+
+
+def test_a_tier_that_is_written_wakes_nobody_who_has_nothing_to_do(tier: FickleTier) -> None:
+    world = World((tier, THROUGH))
+    going, go_on = threading.Event(), threading.Event()
+    tier.store = lambda *_: (going.set(), go_on.wait(60))  # type: ignore[method-assign]
+    world.store(prompt("slow"))
+    world.tiering.advance()
+    going.wait(60)
+    assert world.tiering.pause > 20  # until the call is overdue
+    go_on.set()
+    world.settle()
     world.close()
