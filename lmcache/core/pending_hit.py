@@ -21,12 +21,8 @@ class PendingHit:
         self._ask_again = ask_again
         self._began = time.monotonic()
         self._not_before = 0.0
-        self._promised = 0
-
-    @property
-    def promised(self) -> int:
+        self.promised = 0
         """The ticket under which the server goes on looking, once it has said that it does; else 0."""
-        return self._promised
 
     def poll(self, patience: float = 0.0) -> Found | None:
         """The final answer if it has come, else None. Raises DeadlineExceeded, LinkLost or Refused.
@@ -36,7 +32,7 @@ class PendingHit:
         found = self._pending.poll(patience)
         if found is None or not found.again:
             return found
-        self._promised = found.ticket
+        self.promised = found.ticket
         now = time.monotonic()
         if not self._not_before:
             self._not_before = now + self._pause(now)

@@ -261,8 +261,7 @@ class TierInUse:
             self.counters.timeouts += 1
             for breaker in (self._searching, self._loading, self._saving):
                 breaker.failed(now)
-            self.trouble = f"a call has not come back after {self.settings.timeout_s:g} s"
-            self._tell_once(self.trouble)
+            self._tell(f"a call has not come back after {self.settings.timeout_s:g} s")
         some = False
         for call in self.threads.finished():
             some = True
@@ -277,8 +276,7 @@ class TierInUse:
     def _failed(self, error: Exception, breaker: CircuitBreaker) -> None:
         self.counters.errors += 1
         breaker.failed(self._clock())
-        self.trouble = str(error) or type(error).__name__
-        self._tell_once(self.trouble)
+        self._tell(str(error) or type(error).__name__)
 
     def _works(self, breaker: CircuitBreaker) -> None:
         if breaker.failures:
@@ -288,7 +286,9 @@ class TierInUse:
             self._logged.clear()  # what ends and comes back is said again
         breaker.succeeded()
 
-    def _tell_once(self, text: str) -> None:
+    def _tell(self, text: str) -> None:
+        """What is wrong now; the log has it once."""
+        self.trouble = text
         # keys, addresses and times differ from call to call, and say nothing new
         kind = _VARYING.sub("", text)[:KIND_CHARACTERS]
         if kind not in self._logged and len(self._logged) < KINDS:

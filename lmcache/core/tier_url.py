@@ -31,6 +31,11 @@ MOST_THREADS = 64
 
 _AUTHORITY = re.compile(r"(?P<host>\[[^][]*\]|[^:\[\]]*)(?::(?P<port>\d+))?")
 
+SECRETS_STAY_OUT = (
+    "leave both out: secrets come from the environment or from a file, options NAME_env and NAME_file of the tier"
+)
+"""What to do about a user or a password in an address."""
+
 
 class StorePolicy(enum.StrEnum):
     """When a blob goes to a tier."""
@@ -82,8 +87,7 @@ class TierURL:
         if "@" in authority:
             raise ConfigError(
                 f"--l2 {scheme}:// has a user or a password before its host",
-                remedy="leave both out: secrets come from the environment or from a file, options NAME_env and "
-                "NAME_file of the tier",
+                remedy=SECRETS_STAY_OUT,
             )
         if "#" in rest:
             raise ConfigError(f"--l2 {scheme}:// has a '#' in it", remedy="write %23 where you mean one")

@@ -92,6 +92,18 @@ def certain_weights(
     return Uncertain(reason)
 
 
+def folder_identity(folder: str, beside: Sequence[str], beginning: Beginning) -> tuple[str, str]:
+    """What namespaces know the weights in `folder` by; where nothing is certain, empty, and why.
+
+    As `certain_weights`, for an engine that has read them since its process began: had they changed since then, the
+    files would say nothing of it.
+    """
+    found = certain_weights(folder, beside, beginning, places=False)
+    if isinstance(found, Weights):
+        return f"files {found.digest}", ""
+    return "", f"they may not be what the files hold by now: {found.reason}"
+
+
 def digest_of(sight: Sight, remembered: "Digests") -> str:
     """Digest of all files that were seen. Raises OSError."""
     known = remembered.get(sight)

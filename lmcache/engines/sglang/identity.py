@@ -17,7 +17,7 @@ import attrs
 from lmcache.engines.facts import config_digest, digest
 from lmcache.engines.sglang.pools import Pool
 from lmcache.engines.unchanged import process_beginning
-from lmcache.engines.weights import BESIDE_MODEL, Weights, certain_weights
+from lmcache.engines.weights import BESIDE_MODEL, folder_identity
 
 log = logging.getLogger(__name__)
 
@@ -136,11 +136,7 @@ def _files_or_commit(path: str, model: Model) -> tuple[str, str]:
     if model.load_format not in READ_FROM_MODEL:
         return "", f"load format {model.load_format} has them from elsewhere"
     if Path(path).is_dir():
-        # this process has read them since it began; had they changed since then, the files would say nothing of it
-        found = certain_weights(path, BESIDE_MODEL, process_beginning(), places=False)
-        if isinstance(found, Weights):
-            return f"files {found.digest}", ""
-        return "", f"they may not be what the files hold by now: {found.reason}"
+        return folder_identity(path, BESIDE_MODEL, process_beginning())
     if model.commit and path == model.path:
         return f"hub {model.commit}", ""
     return "", "they are neither in a folder nor of a known commit of the model hub"

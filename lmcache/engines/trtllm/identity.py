@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache.engines.unchanged import process_beginning
-from lmcache.engines.weights import BESIDE_MODEL, Weights, certain_weights
+from lmcache.engines.weights import BESIDE_MODEL, folder_identity
 from lmcache.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,9 @@ def weights_identity(llm_args: Any, weights_id: str, ranks: int) -> str:
         folder = str(getattr(llm_args, "model", ""))
         why = f"{folder} is no folder"
         if Path(folder).is_dir():
-            # this process has read them since it began; had they changed since then, the files would say nothing of it
-            found = certain_weights(folder, BESIDE, process_beginning(), places=False)
-            if isinstance(found, Weights):
-                return f"files {found.digest}"
-            why = f"they may not be what the files hold by now: {found.reason}"
+            found, why = folder_identity(folder, BESIDE, process_beginning())
+            if found:
+                return found
     if ranks > 1:
         raise ConfigError(
             f"nothing identifies the weights of {getattr(llm_args, 'model', None)}: {why}",

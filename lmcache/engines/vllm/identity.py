@@ -14,7 +14,7 @@ from typing import Any
 from lmcache.engines.copying import PageView
 from lmcache.engines.facts import config_digest, digest
 from lmcache.engines.unchanged import process_beginning
-from lmcache.engines.weights import BESIDE_MODEL, Weights, certain_weights
+from lmcache.engines.weights import BESIDE_MODEL, folder_identity
 
 log = logging.getLogger(__name__)
 
@@ -131,14 +131,10 @@ def _found_weights(load_format: Any, model: Any) -> tuple[str, str]:
     if load_format not in READ_FROM_MODEL or elsewhere:
         return "", f"load format {load_format} reads them from elsewhere{f', {elsewhere}' if elsewhere else ''}"
     if Path(model.model).is_dir():
-        # this process has read them since it began; had they changed since then, the files would say nothing of it
-        found = certain_weights(str(model.model), BESIDE_MODEL, process_beginning(), places=False)
-        if isinstance(found, Weights):
-            return f"files {found.digest}", ""
-        return "", f"they may not be what the files hold by now: {found.reason}"
+        return folder_identity(str(model.model), BESIDE_MODEL, process_beginning())
     if getattr(model, "hf_config_path", None) not in (None, model.model):
         return "", "the commit that is known is that of hf_config_path"
     commit = getattr(model.hf_config, "_commit_hash", None)
-    return (
-        (f"hub {commit}", "") if commit else ("", "they are neither in a folder nor of a known commit of the model hub")
-    )
+    if commit:
+        return f"hub {commit}", ""
+    return "", "they are neither in a folder nor of a known commit of the model hub"

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from lmcache.core.hookspecs import hookimpl
 from lmcache.core.tier import KEY_DIGITS, Buffer, StorageTier, TierLocation
+from lmcache.core.tier_url import SECRETS_STAY_OUT
 from lmcache.errors import ConfigError, with_extra
 from lmcache.plugins.storage.object_store_tier import OPTIONS, ObjectStoreTier, in_short
 
@@ -59,8 +60,7 @@ class RemoteTier(ObjectStoreTier):
         if "@" in endpoint.partition("://")[2].partition("/")[0]:
             raise ConfigError(
                 f"--l2 {location} has a user or a password in its endpoint",
-                remedy="leave both out: secrets come from the environment or from a file, options NAME_env and "
-                "NAME_file of the tier",
+                remedy=SECRETS_STAY_OUT,
             )
         if endpoint.startswith("http://") and not self.is_on("allow_http"):
             raise ConfigError(

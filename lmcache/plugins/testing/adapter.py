@@ -1,4 +1,4 @@
-"""The conformance suite of engine adapters."""
+"""The conformance suite of engine adapters: one class to derive from, which has all promises in one place."""
 
 import abc
 import contextlib

@@ -1,4 +1,4 @@
-"""The conformance suite of eviction policies, and what it drives them with."""
+"""The conformance suite of eviction policies, one class to derive from, and what it drives them with."""
 
 import abc
 import contextlib
