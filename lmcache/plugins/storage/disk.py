@@ -93,8 +93,8 @@ class DiskTier(StorageTier):
         if self._mode != "serve":
             raise TierError(f"{self._name} is open to {self._mode}, not to store")
         length = sum(map(len, parts))
-        with self._failures(f"store {key}"), self._room_for(blocks_of(length)):
-            path = self._folder.part_path(key, next(self._numbers))
+        path = self._folder.part_path(key, next(self._numbers))
+        with self._failures(f"store {key}"), self._room_for(path, blocks_of(length)):
             try:
                 self._write(path, key, parts, deadline)
                 self._publish(path, Entry(key, length, time.time()))
@@ -215,16 +215,16 @@ class DiskTier(StorageTier):
             )
 
     @contextlib.contextmanager
-    def _room_for(self, blocks: int) -> Iterator[None]:
+    def _room_for(self, path: str, blocks: int) -> Iterator[None]:
         """Blocks that a file may take while it is written and has no name."""
         with self._lock:
             self._make_room(blocks)
-            self._index.reserved += blocks
+            self._index.reserve(path, blocks)
         try:
             yield
         finally:
             with self._lock:
-                self._index.reserved -= blocks
+                self._index.release(path)
 
     def _make_room(self, blocks: int) -> None:
         while self._index.lacks(blocks):
@@ -293,6 +293,8 @@ class DiskTier(StorageTier):
             self._check_open()
             self._folder.catalogue.storing(entry.key)
             os.rename(path, final)
+            # in one step: who looks for room in between would count the file twice, and evict for nothing
+            self._index.release(path)
             self._index.add(entry)
         self._keep_the_log_short()
         if self._sync:

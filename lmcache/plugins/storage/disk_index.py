@@ -82,6 +82,7 @@ class DiskIndex:
         """Blocks of all entries."""
         self.reserved = 0
         """Blocks of files that are being written."""
+        self._writing: dict[str, int] = {}
         self._policy = policy
         self._entries: dict[str, Entry] = {}
         if limit is not None:
@@ -128,6 +129,15 @@ class DiskIndex:
             del self._entries[entry.key]
             self.used -= entry.blocks
             self._policy.remove(entry)
+
+    def reserve(self, path: str, blocks: int) -> None:
+        """A file of so many blocks is about to be written there."""
+        self._writing[path] = blocks
+        self.reserved += blocks
+
+    def release(self, path: str) -> None:
+        """It has become an entry, or nothing. May be said again."""
+        self.reserved -= self._writing.pop(path, 0)
 
     def lacks(self, blocks: int) -> bool:
         """Whether something must go before `blocks` more fit. Raises TierError if they cannot fit at all."""

@@ -178,6 +178,20 @@ def test_threads_that_store_and_load_while_room_is_made_keep_count(opened, tmp_p
     assert failures == []
 
 
+def test_a_file_is_counted_once_when_it_gets_its_name_and_nothing_goes_for_it(opened, monkeypatch):
+    tier = opened(blocks=2)
+    keep_the_log_short = tier._keep_the_log_short
+
+    def meanwhile() -> None:
+        monkeypatch.setattr(tier, "_keep_the_log_short", keep_the_log_short)
+        store(tier, 2)  # while the first has its name, and its call has not come back
+
+    monkeypatch.setattr(tier, "_keep_the_log_short", meanwhile)
+    store(tier, 1)
+    assert tier.contains([key(1), key(2)], soon()) == [True, True]
+    assert (tier.usage().evicted, tier._index.reserved) == (0, 0)
+
+
 def test_names_have_one_length_and_are_spread_over_sub_folders(opened, tmp_path):
     tier = opened()
     tier.store("ab" + "0" * 38, [b"one"], soon())
