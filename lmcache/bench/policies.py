@@ -12,8 +12,8 @@ from typing import cast
 
 from lmcache.bench.figures import Figure, Step, at_most, figure
 from lmcache.core.accounts import Account
-from lmcache.core.collector import collector_off
 from lmcache.core.index import Namespace, Node
+from lmcache.core.interpreter import collector_off
 from lmcache.core.keys import HASH_BYTES, ChainHash, NamespaceDigest
 from lmcache.core.policy import EvictionPolicy
 from lmcache.geometry.groups import Geometry, GroupKind, KVGroup

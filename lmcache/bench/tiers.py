@@ -40,6 +40,8 @@ AGE = 2
 """So many prompts are stored, and as many restored, between the store of a prompt and its restore."""
 L1_PROMPTS = AGE
 """So that a prompt is gone from L1 by then. A hit may be half of L1."""
+LOOK_SECONDS = 0.005
+"""Between two looks at how far a store has come: each look takes the server's time."""
 MOST_SECONDS = 120.0
 """A prompt that is not stored by then never will be."""
 
@@ -178,7 +180,7 @@ class _TierRun:
         while (counters := self._counters())["stored"] < aim:
             if counters["lost"] or time.perf_counter() - started > MOST_SECONDS:
                 raise LMCacheError(f"the tier {self._subject.settings.location} did not take what it was given")
-            time.sleep(0.001)
+            time.sleep(LOOK_SECONDS)
         return time.perf_counter() - started
 
     def _restore(self, hashes: bytes, room: Container[int]) -> float:

@@ -70,6 +70,10 @@ class L1Only:
         """There is no lookup that could be asked for again."""
         return NOTHING
 
+    def undecided(self, owner: int, number: int) -> bool:
+        """As `poll`."""
+        return False
+
     def drop(self, owner: int, number: int) -> None:
         """As `poll`."""
 

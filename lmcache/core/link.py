@@ -51,6 +51,9 @@ __all__ = ["Engine", "Link", "Pending"]
 
 ReplyT = TypeVar("ReplyT", bound=Message)
 
+HELD_SHARE = 0.25
+"""Of the deadline: for so long the server may keep back what is not final. The rest is for everything else."""
+
 
 @attrs.frozen
 class Engine:
@@ -73,6 +76,7 @@ class Link:
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self._channel = Channel(sock, deadline, self._tear_down_if_idle)
+        self._hold = deadline * HELD_SHARE
         self.epoch = ""
         self.namespace = b""
         self.chunk_size = 0
@@ -189,7 +193,7 @@ class Link:
         """
         request = Lookup(next(self._ids), tenant, hashes, limit, hints, prefill_speed)
         pending = self._send(request, Found)
-        return PendingHit(pending, lambda ticket: self._send(AskAgain(next(self._ids), ticket), Found))
+        return PendingHit(pending, lambda ticket: self._send(AskAgain(next(self._ids), ticket, self._hold), Found))
 
     def open(self, ticket: int) -> Opened:
         """Where this rank's part of a hit lies. Worker."""

@@ -7,20 +7,21 @@ from lmcache.core.channel import Pending
 from lmcache.core.protocol import Found
 
 SHORTEST_PAUSE = 0.001
-LONGEST_PAUSE = 0.01
-"""Seconds between two questions."""
-SHARE = 0.03
-"""A pause is this share of the time since the first question, so that no more of it is lost in the end."""
+"""Seconds between two questions, though the server should keep no answer back: one that is stopping does not."""
 
 
 class PendingHit:
-    """As `Pending`, of a lookup. Asks again by itself, whenever it is polled and enough time has passed."""
+    """As `Pending`, of a lookup. Asks again by itself, when it is polled after an answer that is not final.
+
+    The server keeps its answer back for a while as long as it is not final, so that few questions are asked, and the
+    final answer comes at once.
+    """
 
     def __init__(self, pending: Pending[Found], ask_again: Callable[[int], Pending[Found]]) -> None:
+        """`ask_again` sends the question about a ticket."""
         self._pending = pending
         self._ask_again = ask_again
-        self._began = time.monotonic()
-        self._not_before = 0.0
+        self._asked = 0.0
         self.promised = 0
         """The ticket under which the server goes on looking, once it has said that it does; else 0."""
 
@@ -33,19 +34,15 @@ class PendingHit:
         if found is None or not found.again:
             return found
         self.promised = found.ticket
-        now = time.monotonic()
-        if not self._not_before:
-            self._not_before = now + self._pause(now)
-        if now >= self._not_before:
-            self._not_before = 0.0
-            self._pending = self._ask_again(found.ticket)
+        if self._pause() <= 0:
+            self._ask(found)
         return None
 
     def wait(self) -> Found:
         """Block until the final answer. Raises DeadlineExceeded, LinkLost or Refused."""
         while (found := self._pending.wait()).again:
-            time.sleep(self._pause(time.monotonic()))
-            self._pending = self._ask_again(found.ticket)
+            time.sleep(max(0.0, self._pause()))
+            self._ask(found)
         return found
 
     def wait_at_most(self, seconds: float) -> Found | None:
@@ -54,14 +51,18 @@ class PendingHit:
         The server's first answer is waited for as long as any: it comes at once, or the link breaks.
         """
         end = time.monotonic() + seconds
-        while (found := self._pending.wait()).again:
-            now = time.monotonic()
-            pause = self._pause(now)
-            if now + pause > end:
-                return None
-            time.sleep(pause)
-            self._pending = self._ask_again(found.ticket)
+        found: Found | None = self._pending.wait()
+        while found is not None and found.again:
+            time.sleep(max(0.0, self._pause()))
+            self._ask(found)
+            found = self._pending.poll(max(0.0, end - time.monotonic()))
         return found
 
-    def _pause(self, now: float) -> float:
-        return min(LONGEST_PAUSE, max(SHORTEST_PAUSE, (now - self._began) * SHARE))
+    def _ask(self, found: Found) -> None:
+        self.promised = found.ticket
+        self._asked = time.monotonic()
+        self._pending = self._ask_again(found.ticket)
+
+    def _pause(self) -> float:
+        """Seconds for which it is too early to ask again."""
+        return self._asked + SHORTEST_PAUSE - time.monotonic()

@@ -272,6 +272,8 @@ class AskAgain(Message, frozen=True, array_like=True, tag=True):
     """What has become of a lookup: answered with `Found`. Once that is final, the lookup is forgotten."""
 
     ticket: int
+    patience: float = 0.0
+    """Seconds for which the answer may be kept back if it is not final: it comes as soon as it is."""
 
 
 class Open(Message, frozen=True, array_like=True, tag=True):

@@ -48,7 +48,8 @@ class WriteThrough:
     def pump(self) -> None:
         """Start what can be started."""
         tier = self._tier
-        at_once = 1 if tier.blobs.in_order else tier.settings.threads
+        # one more for each thread, so that none waits for the loop to give it its next
+        at_once = 1 if tier.blobs.in_order else 2 * tier.settings.threads
         while self._waiting and self._under_way < at_once and tier.writable():
             node, slot = self._waiting.popleft()
             if node.shards[slot] is None:

@@ -9,6 +9,7 @@ One module, though a long one: whatever ends a connection has to undo what any o
 import contextlib
 import functools
 import logging
+import math
 import os
 import selectors
 import socket
@@ -22,17 +23,19 @@ import zmq
 from lmcache import __version__
 from lmcache.core.arena import SLAB_BYTES, Backer, Mapping, create_segment
 from lmcache.core.cache import Cache
-from lmcache.core.collector import collector_off
 from lmcache.core.config import ServerConfig
 from lmcache.core.connection import Connection, ConnectionEnded
 from lmcache.core.control import ServerAddress
+from lmcache.core.held_answers import HeldAnswers
 from lmcache.core.huge_pages import available_bytes, shortage
+from lmcache.core.interpreter import collector_off, lock_handed_over_after
 from lmcache.core.l1_only import L1Only
 from lmcache.core.listeners import bind_router, listen
 from lmcache.core.numa import Placement, nodes_with_memory
 from lmcache.core.policy import EvictionPolicy
 from lmcache.core.protocol import (
     PROTOCOL,
+    AskAgain,
     Error,
     ErrorCode,
     Hello,
@@ -80,6 +83,9 @@ TCP_MESSAGES_A_TURN = 8
 TOLD_REFUSALS = 100
 """Engines that were refused, of which the log has a line: anybody may ask with any words."""
 
+TURN_SECONDS = 0.0005
+"""Threads of tiers wait this long, at most, for their turn to run Python (docs/decisions/0036)."""
+
 ACCEPT_PAUSE_SECONDS = 1.0
 """Pause after a client could not be accepted, for want of descriptors as a rule."""
 
@@ -107,7 +113,10 @@ class Server:
         self._resources = contextlib.ExitStack()
         self._connections: dict[int, Connection] = {}
         self._parked: list[tuple[float, Connection, Reserve]] = []
+        self._held = HeldAnswers()
         self._stopping = 0.0
+        self._waking = False
+        """Whether the loop has been told to look around, and has not begun to."""
         self._retry = False
         """Whether memory has come, or has failed to, since those who wait for it were asked last."""
         self._behind: dict[int, Connection] = {}
@@ -138,6 +147,7 @@ class Server:
         observer: "Observer | None",
     ) -> None:
         config = self.config
+        self._has_tiers = bool(tiers)
         keys = _server_keys(config)
         self._router, self.port = opened.enter_context(bind_router(config.host, config.port, keys))
         self._listener, self.socket_address = opened.enter_context(listen(config.socket_dir, self.port, self.epoch))
@@ -223,7 +233,10 @@ class Server:
             *(__version__, os.getpid(), self.epoch, self._listens_on, self.socket_address),
             *(self.service.cache.policy.name, self.config.cells, self.config.cell_bytes >> 10),
         )
-        with collector_off():
+        with contextlib.ExitStack() as interpreter:
+            interpreter.enter_context(collector_off())
+            if self._has_tiers:  # their threads start the next call of a drive before the loop has ended its turn
+                interpreter.enter_context(lock_handed_over_after(TURN_SECONDS))
             try:
                 self.service.keep_ahead()
                 while not self._finished():
@@ -243,6 +256,7 @@ class Server:
         self._retry_parked()
         self._answer_router()
         self.service.advance()
+        self._answer_held()
         self._listen_again()
 
     @property
@@ -269,13 +283,16 @@ class Server:
 
     def wake(self) -> None:
         """Make the loop look around; from any thread."""
+        if self._waking:
+            return  # it has yet to look, at this as well
+        self._waking = True
         with contextlib.suppress(BlockingIOError, OSError):  # full: it is awake; closed: it has ended
             self._wake_sender.send(b"w")
 
     def _woken(self, _: int) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._wake_receiver.recv(4096):
-                pass
+            self._wake_receiver.recv(4096)
+        self._waking = False  # before anything is looked at: whoever has seen True before has left it there by now
         self.service.collect_backed()
         self._retry = True
         self._take_in()
@@ -290,6 +307,7 @@ class Server:
             return 0.0
         times = [until for until, _, _ in self._parked]
         times += [self._accept_again] if self._accept_again else []
+        times += [self._held.next_due] if self._held.next_due < math.inf else []
         times += [time.monotonic() + 0.05] if self._stopping else []
         pause = self.service.pause
         times += [time.monotonic() + pause] if pause is not None else []
@@ -437,6 +455,8 @@ class Server:
             raise Refused("the server is stopping", code=ErrorCode.STOPPING, remedy="wait for its successor")
         if isinstance(request, Reserve):
             return self._reserve(connection, request)
+        if isinstance(request, AskAgain):
+            return self._ask_again(connection, request)
         handler = HANDLERS.get(type(request))
         if handler is None:
             return self._tcp_reply(request)
@@ -465,11 +485,28 @@ class Server:
             if answer is None:
                 self._parked.append((until, connection, request))
                 continue
-            try:
-                connection.send(answer[1])
-                self._watch(connection)
-            except ConnectionEnded as error:
-                self._end(connection, str(error))
+            self._send_late(connection, answer[1])
+
+    def _ask_again(self, connection: Connection, request: AskAgain) -> Message | None:
+        reply = self.service.ask_again(connection, request)
+        held = reply.again and not self._stopping and self._held.hold(connection, request)
+        return None if held else reply
+
+    def _answer_held(self) -> None:
+        undecided = self.service.tiering.undecided
+        for connection, request in self._held.due(undecided, everything=bool(self._stopping)):
+            if connection.owner in self._connections:
+                answer = self._guarded(request, functools.partial(self.service.ask_again, connection))
+                if answer:
+                    self._send_late(connection, answer[1])
+
+    def _send_late(self, connection: Connection, body: bytes) -> None:
+        """Answer a request that was not answered when it came."""
+        try:
+            connection.send(body)
+            self._watch(connection)
+        except ConnectionEnded as error:
+            self._end(connection, str(error))
 
     def _guarded(self, request: Request, answer: Callable[[Any], Message | None]) -> tuple[Message, bytes] | None:
         """The answer, and its bytes, or the error that the request has met: one request can never hurt another.

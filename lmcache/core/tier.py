@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Buffer = bytes | bytearray | memoryview
 
+DEFAULT_THREADS = 4
+"""Calls of a tier that are in progress at once, as a rule."""
+
 KEY_DIGITS = 40
 """Every key has so many lower-case hexadecimal digits."""
 
@@ -75,6 +78,9 @@ class StorageTier(abc.ABC):
 
     secrets: ClassVar[Mapping[str, str]] = {}
     """Options whose value is a secret: written `NAME_env=VARIABLE` or `NAME_file=PATH`, never in the URL itself."""
+
+    threads: ClassVar[int] = DEFAULT_THREADS
+    """Calls that are in progress at once unless the URL says otherwise: as many as the other side answers as fast."""
 
     shared: bool = True
     """Whether others write to it, too, so that it must be asked what it holds. False: only this server does."""

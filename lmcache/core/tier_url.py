@@ -16,13 +16,13 @@ from urllib.parse import unquote
 
 import attrs
 
-from lmcache.core.tier import TierLocation
+from lmcache.core.tier import DEFAULT_THREADS, TierLocation
 from lmcache.errors import ConfigError
 
 COMMON: Mapping[str, str] = {
     "codec": "how blobs are written: the name of a codec, or several joined by +",
     "store": "when blobs are stored: write-through (as soon as they are in L1), on-evict (when they leave it) or never",
-    "threads": "calls that may be in progress at once; 4 unless said otherwise",
+    "threads": "calls that may be in progress at once; 4, of a disk 8, unless said otherwise",
     "timeout_s": "seconds that one call may take; 5 unless said otherwise",
 }
 """Options that every tier has: name → a sentence."""
@@ -54,7 +54,7 @@ class TierSettings:
 
     location: TierLocation
     store_policy: StorePolicy = StorePolicy.WRITE_THROUGH
-    threads: int = 4
+    threads: int = DEFAULT_THREADS
     """Calls that may be in progress at once."""
     timeout_s: float = 5.0
     """Seconds that one call may take."""
@@ -95,9 +95,13 @@ class TierURL:
         return cls(scheme, host, port, unquote(slash + path), _query(scheme, query))
 
     def settle(
-        self, options: Mapping[str, str], secrets: Mapping[str, str], codec_options: Mapping[str, str]
+        self,
+        options: Mapping[str, str],
+        secrets: Mapping[str, str],
+        codec_options: Mapping[str, str],
+        threads: int = DEFAULT_THREADS,
     ) -> tuple[TierSettings, dict[str, str]]:
-        """What the URL says for a tier with these options and secrets, and what is for its codec.
+        """What the URL says for a tier with these options, secrets and threads, and what is for its codec.
 
         Raises ConfigError for an option that nobody knows, a value that cannot be honoured, and secrets in the URL.
         """
@@ -124,7 +128,7 @@ class TierURL:
         settings = TierSettings(
             location,
             self._store_policy(),
-            self._threads(),
+            self._threads(threads),
             self._timeout(),
             self.query.get("codec", ""),
         )
@@ -139,8 +143,8 @@ class TierURL:
                 f"--l2 {self.scheme}:// has store={text}", remedy=f"use {', '.join(StorePolicy)}"
             ) from None
 
-    def _threads(self) -> int:
-        text = self.query.get("threads", "4")
+    def _threads(self, usual: int) -> int:
+        text = self.query.get("threads", str(usual))
         if not re.fullmatch(r"\d{1,4}", text) or not 1 <= int(text) <= MOST_THREADS:
             raise ConfigError(
                 f"--l2 {self.scheme}:// has threads={text}", remedy=f"use a number from 1 to {MOST_THREADS}"

@@ -97,13 +97,18 @@ class Tiering:
 
     def poll(self, owner: int, number: int) -> Answer:
         """What has become of a lookup that was to be asked for again. Once it is final, it is forgotten."""
+        if self.undecided(owner, number):
+            return Answer(number, 0, final=False)
         promotion = self._promotions.get(number)
         if promotion is None or promotion.asked.owner != owner:
             return NOTHING
-        if not promotion.over:
-            return Answer(number, 0, final=False)
         del self._promotions[number]
         return answer(promotion.ticket)
+
+    def undecided(self, owner: int, number: int) -> bool:
+        """Whether `poll` would answer "ask again"."""
+        promotion = self._promotions.get(number)
+        return promotion is not None and promotion.asked.owner == owner and not promotion.over
 
     def _worth_looking(self, asked: Asked) -> bool:
         if not asked.hashes or not any(tier.usable() for tier in self.tiers):

@@ -31,7 +31,7 @@ def open_tier(url: str, tiers: Offers[StorageTier], codecs: Offers[Codec]) -> Op
     tier_class = tiers.find(parsed.scheme)
     codec_classes = [codecs.find(name) for name in parsed.query.get("codec", "").split("+") if name]
     codec_options = {name: sentence for each in codec_classes for name, sentence in each.options.items()}
-    settings, for_codecs = parsed.settle(tier_class.options, tier_class.secrets, codec_options)
+    settings, for_codecs = parsed.settle(tier_class.options, tier_class.secrets, codec_options, tier_class.threads)
     codec = _make_codec(codec_classes, for_codecs)
     tier = _made(f"the storage tier {settings.location}", tier_class, lambda: tier_class(settings.location))
     chunks = tier.store_of_chunks()

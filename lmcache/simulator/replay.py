@@ -10,8 +10,8 @@ import attrs
 
 from lmcache.core.cache import Cache
 from lmcache.core.cells import CellAllocator
-from lmcache.core.collector import collector_off
 from lmcache.core.index import Namespace
+from lmcache.core.interpreter import collector_off
 from lmcache.core.keys import ChainHash
 from lmcache.core.policy import EvictionPolicy
 from lmcache.simulator.capacity import Capacity

@@ -14,10 +14,6 @@ from lmcache.errors import LMCacheError
 
 log = logging.getLogger(__name__)
 
-FIRST_NAP = 0.00005
-LONGEST_NAP = 0.002
-"""Seconds between two looks for an answer."""
-
 
 class Lookups:
     """Asks the server, with patience of a known length."""
@@ -52,14 +48,12 @@ class Lookups:
         return Offer(link, found.ticket, computed, found.tokens)
 
     def _answer(self, link: Link, pending: PendingHit) -> Found | None:
-        until, nap = time.monotonic() + self._patience, FIRST_NAP
-        while (found := pending.poll()) is None:
+        until = time.monotonic() + self._patience
+        while (found := pending.poll(max(0.0, until - time.monotonic()))) is None:
             if time.monotonic() >= until:
                 # asked on, so that what tiers bring meanwhile is there for the next request
                 self._abandoned.add(link, pending)
                 return None
-            time.sleep(nap)
-            nap = min(LONGEST_NAP, 2 * nap)
         return found
 
     def sweep(self) -> None:

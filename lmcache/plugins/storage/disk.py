@@ -24,8 +24,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from lmcache.core.collector import collector_off
 from lmcache.core.hookspecs import hookimpl
+from lmcache.core.interpreter import collector_off
 from lmcache.core.tier import Buffer, StorageTier, TierLocation, TierUsage
 from lmcache.core.tier_url import choice, positive_number
 from lmcache.errors import ConfigError, TierError
@@ -49,6 +49,7 @@ class DiskTier(StorageTier):
     """Blobs in files of one folder, bounded by bytes."""
 
     scheme = "disk"
+    threads = 8
     shared = False
     evicts = True
     options: ClassVar[Mapping[str, str]] = {
@@ -74,7 +75,14 @@ class DiskTier(StorageTier):
         self._index = DiskIndex(make_policy(options.get("policy", "LRU")), self._limit(options))
         self._folder = DiskFolder(location.path)
         self._lock = threading.Lock()
-        """Around the index, and whatever makes it and the folder differ: a name given to a file or taken from it."""
+        """Around the index, and whatever makes it and the folder differ: a name given to a file or taken from it.
+
+        But for blobs that make room: to unlink one takes a drive as long as to write it, and nobody waits for that.
+        """
+        self._leaving: set[str] = set()
+        """Keys of blobs that are no longer in the index, and whose files are about to go."""
+        self._gone = threading.Condition(self._lock)
+        """Told when one of them has gone, or stays after all."""
         self._full = threading.Lock()
         """Held by the one store that evicts because others have filled the file system."""
         self._numbers = itertools.count()
@@ -97,7 +105,7 @@ class DiskTier(StorageTier):
         with self._failures(f"store {key}"), self._room_for(path, blocks_of(length)):
             try:
                 self._write(path, key, parts, deadline)
-                self._publish(path, Entry(key, length, time.time()))
+                self._publish(path, Entry(key, length, time.time()), deadline)
             except BaseException:
                 _unlink(path)
                 raise
@@ -191,7 +199,7 @@ class DiskTier(StorageTier):
             with collector_off():  # a hundred thousand new entries would start it again and again
                 self._index.restore(self._folder.scan(mine=self._mode != "read"))
             refusal = self._folder.direct_io() if direct and self._mode == "serve" else None
-            self._make_room(0)
+            self._unlink_all(self._make_room(0))
         except OSError as error:
             raise ConfigError(f"--l2 {self._name}: the folder cannot be used: {error}") from error
         self._direct = direct and (refusal is None or refusal.errno in _NO_ROOM)
@@ -218,25 +226,53 @@ class DiskTier(StorageTier):
     def _room_for(self, path: str, blocks: int) -> Iterator[None]:
         """Blocks that a file may take while it is written and has no name."""
         with self._lock:
-            self._make_room(blocks)
+            leaving = self._make_room(blocks)
             self._index.reserve(path, blocks)
         try:
+            # before anything is written: the files never take more than the limit
+            self._unlink_all(leaving)
             yield
         finally:
             with self._lock:
                 self._index.release(path)
 
-    def _make_room(self, blocks: int) -> None:
+    def _make_room(self, blocks: int) -> list[Entry]:
+        """Take out of the index what has to go; the lock is held. `_unlink_all` is called once it is not."""
+        leaving = []
         while self._index.lacks(blocks):
-            if not self._evict():
+            victim = self._take_out()
+            if not victim:
                 raise TierError("there is nothing left to evict")
+            leaving.append(victim)
+        return leaving
 
-    def _evict(self) -> Entry | None:
+    def _take_out(self) -> Entry | None:
+        self._check_open()
         victim = self._index.victim()
         if victim:
-            self._remove(victim)
-            self._evicted += 1
+            self._index.remove(victim)
+            self._leaving.add(victim.key)
         return victim
+
+    def _unlink_all(self, leaving: Sequence[Entry]) -> None:
+        """Remove the files of what was taken out. What cannot be removed is a blob as before."""
+        for number, entry in enumerate(leaving):
+            try:
+                self._check_open()
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._folder.blob_path(entry.key))
+            except OSError:
+                with self._lock:
+                    self._index.restore(leaving[number:])
+                    self._no_longer_leaving(leaving[number:])
+                raise
+            with self._lock:
+                self._evicted += 1
+                self._no_longer_leaving([entry])
+
+    def _no_longer_leaving(self, entries: Sequence[Entry]) -> None:
+        self._leaving.difference_update(entry.key for entry in entries)
+        self._gone.notify_all()
 
     def _write(self, path: str, key: str, parts: Sequence[Buffer], deadline: float) -> None:
         try:
@@ -281,15 +317,19 @@ class DiskTier(StorageTier):
 
     def _shrink(self, blocks: int) -> bool:
         """Evict as many blocks, as far as there are any; whether anything went."""
+        leaving: list[Entry] = []
         with self._lock:
-            before = self._index.used
-            while before - self._index.used < blocks and self._evict():
-                pass
-            return self._index.used < before
+            while sum(entry.blocks for entry in leaving) < blocks and (victim := self._take_out()):
+                leaving.append(victim)
+        self._unlink_all(leaving)
+        return bool(leaving)
 
-    def _publish(self, path: str, entry: Entry) -> None:
+    def _publish(self, path: str, entry: Entry, deadline: float) -> None:
         final = self._folder.blob_path(entry.key)
         with self._lock:
+            # what has had this key until now must not take the new file with it
+            if not self._gone.wait_for(lambda: entry.key not in self._leaving, max(0.0, deadline - time.monotonic())):
+                raise TierError("the deadline has passed")
             self._check_open()
             self._folder.catalogue.storing(entry.key)
             os.rename(path, final)

@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from lmcache.core.collector import collector_off
+from lmcache.core.interpreter import collector_off
 from lmcache.core.policy import EvictionPolicy
 
 _UNSEEN = itertools.count()

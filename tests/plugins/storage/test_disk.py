@@ -9,6 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import disk_reopen
 import pytest
@@ -190,6 +193,76 @@ def test_a_file_is_counted_once_when_it_gets_its_name_and_nothing_goes_for_it(op
     store(tier, 1)
     assert tier.contains([key(1), key(2)], soon()) == [True, True]
     assert (tier.usage().evicted, tier._index.reserved) == (0, 0)
+
+
+@pytest.fixture
+def slow_removal(monkeypatch):
+    """Files go only once `let_go` is set, or cannot go at all if `refused` is; `begun` is set when one is to go."""
+    state = SimpleNamespace(begun=threading.Event(), let_go=threading.Event(), refused=False)
+    unlink = os.unlink
+
+    def unlink_later(path, **options):
+        if len(Path(path).name) == KEY_DIGITS:
+            state.begun.set()
+            assert state.let_go.wait(60)
+            if state.refused:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink_later)
+    yield state
+    state.let_go.set()
+
+
+def test_while_a_file_goes_to_make_room_nobody_waits_for_it(opened, tmp_path, slow_removal):
+    tier = opened(blocks=2)
+    store(tier, 1)
+    store(tier, 2)
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(store, tier, 3)
+        assert slow_removal.begun.wait(60)
+        assert tier.contains([key(1), key(2), key(3)], soon()) == [False, True, False]
+        assert holds(tier, 2)
+        assert counted(tmp_path) == (2, 2 * BLOCK)  # nothing of the third is written as long as the first is there
+        slow_removal.let_go.set()
+        third.result(60)
+    assert tier.contains([key(1), key(2), key(3)], soon()) == [False, True, True]
+    assert counted(tmp_path) == (tier.usage().blobs, tier.usage().bytes) == (2, 2 * BLOCK)
+    assert tier.usage().evicted == 1
+
+
+def test_a_blob_stored_anew_while_the_old_one_goes_is_not_taken_with_it(opened, tmp_path, slow_removal):
+    tier = opened(blocks=3)
+    for number in (1, 2, 3):
+        store(tier, number)
+    with ThreadPoolExecutor(2) as pool:
+        fourth = pool.submit(store, tier, 4)
+        assert slow_removal.begun.wait(60)
+        tier._index.limit += 2  # so that there is room without another that goes
+        again = pool.submit(store, tier, 1)
+        with pytest.raises(TierError, match="the deadline has passed"):
+            tier.store(key(1), [b"x"], time.monotonic() + 0.05)
+        slow_removal.let_go.set()
+        fourth.result(60)
+        again.result(60)
+    assert holds(tier, 1)
+    assert holds(tier, 4)
+    assert counted(tmp_path) == (tier.usage().blobs, tier.usage().bytes)
+
+
+def test_a_file_that_cannot_go_is_a_blob_as_before(opened, tmp_path, slow_removal):
+    tier = opened(blocks=2)
+    store(tier, 1)
+    store(tier, 2)
+    slow_removal.refused = True
+    slow_removal.let_go.set()
+    with pytest.raises(TierError, match="Input/output error"):
+        store(tier, 3)
+    assert [holds(tier, number) for number in (1, 2, 3)] == [True, True, False]
+    assert (tier.usage().blobs, tier.usage().evicted, tier._index.reserved) == (2, 0, 0)
+    slow_removal.refused = False
+    store(tier, 3)
+    assert counted(tmp_path) == (tier.usage().blobs, tier.usage().bytes) == (2, 2 * BLOCK)
 
 
 def test_names_have_one_length_and_are_spread_over_sub_folders(opened, tmp_path):
